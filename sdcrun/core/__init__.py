@@ -1,0 +1,1 @@
+"""Every decision lives here: pure functions and frozen data, standard library only, tested without a process."""
