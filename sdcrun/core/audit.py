@@ -1,10 +1,11 @@
 """What one ring replay audit found, as data: who computed whose micro-batch, and whether the bits were equal.
 
-`Audit` is the `data` of an event of kind "audit" (`Audit.to_json`). Nothing here decides anything; `core.attribute` does.
+`Audit` is the `data` of an event of kind "audit" (`Audit.to_json`). Nothing here decides anything; `core.attribute`
+does.
 
-A *case* is one owner's micro-batch of this step. Every device that computed it (the owner in training, its replayer, the
-arbiters, and anybody again later) holds an opinion about it: one digest over everything that is compared, the loss
-included. Two opinions are equal iff the digests are.
+A *case* is one owner's micro-batch of this step. Every device that computed it (the owner in training, its replayer,
+the arbiters, and anybody again later) holds an opinion about it: one digest over everything that is compared, the
+loss included. Two opinions are equal iff the digests are.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ MAX_DIFFERING = 8  # tensors named per comparison; the rest is counted in `diffe
 class Difference:
     """One tensor in which a recomputation differs from the owner's result.
 
-    `tensor` is a parameter's name, or "loss"; `order` its place in forward order (0 first; None: unknown). `relative` is
-    norm(replayer - owner) / norm(owner) of the local gradients where the shim could get it, may be inf or nan, None:
-    unknown. `owner` and `replayer` are the fingerprints (or the value of a loss) as text.
+    `tensor` is a parameter's name, or "loss"; `order` its place in forward order (0 first; None: unknown). `relative`
+    is norm(replayer - owner) / norm(owner) of the local gradients where the shim could get it, may be inf or nan,
+    None: unknown. `owner` and `replayer` are the fingerprints (or the value of a loss) as text.
     """
 
     tensor: str
@@ -73,12 +74,13 @@ class Difference:
 class Comparison:
     """One recomputation of `owner`'s micro-batch by `replayer`, beside the owner's original result. Ranks are global.
 
-    `digest_owner` is the digest of the owner's *original* computation in training, in every role; `digest_replayer` that
-    of this recomputation. A digest is a hex string over everything that is compared: the loss (where it is part of the
-    audit) and each parameter's local gradient, or the narrowed subset where the audit is narrowed, the same for all.
-    `agrees` says whether they are equal. `loss_agrees` is None where the loss is not compared. `nonfinite_owner` and
-    `nonfinite_replayer` say whether that result holds a NaN or an infinity; needed for triage, None where not looked at.
-    `declined` is the reason why there is no result: such a comparison says nothing about anybody.
+    `digest_owner` is the digest of the owner's *original* computation in training, in every role; `digest_replayer`
+    that of this recomputation. A digest is a hex string over everything that is compared: the loss (where it is part
+    of the audit) and each parameter's local gradient, or the narrowed subset where the audit is narrowed, the same
+    for all. `agrees` says whether they are equal. `loss_agrees` is None where the loss is not compared.
+    `nonfinite_owner` and `nonfinite_replayer` say whether that result holds a NaN or an infinity; needed for triage,
+    None where not looked at. `declined` is the reason why there is no result: such a comparison says nothing about
+    anybody.
     """
 
     owner: int
@@ -142,12 +144,12 @@ class Audit:
     """One audit step of one DDP process group. The same on every rank of the group once all results are gathered.
 
     `group` are the global ranks of the group and `domains` their failure domains, in the same order. `calibration` is
-    true when every owner also computed its own micro-batch twice (role "own"), as at the first audit. `weights_agree` is
-    false when the weight digests that travel with the micro-batches differ: recomputations cannot agree then, and the
-    difference is the weight vote's to judge (None: not looked at). `declined` are (global rank, reason) of those whose
-    micro-batch was not audited, without a partner included; rank -1 stands for the whole audit. `position` of `window`
-    is the audited micro-batch's place in the accumulation window. `scope` says what was compared: "all", or in words what
-    the audit is narrowed to. `agreed` counts the agreeing ring comparisons that `compact` left out.
+    true when every owner also computed its own micro-batch twice (role "own"), as at the first audit. `weights_agree`
+    is false when the weight digests that travel with the micro-batches differ: recomputations cannot agree then, and
+    the difference is the weight vote's to judge (None: not looked at). `declined` are (global rank, reason) of those
+    whose micro-batch was not audited, without a partner included; rank -1 stands for the whole audit. `position` of
+    `window` is the audited micro-batch's place in the accumulation window. `scope` says what was compared: "all", or
+    in words what the audit is narrowed to. `agreed` counts the agreeing ring comparisons that `compact` left out.
     """
 
     step: int
@@ -276,23 +278,17 @@ def unruns(coded: list[Any], stride: int) -> tuple[int, ...]:
 class History:
     """What came before, as far as a judgement needs it. Kept by the controller per attempt and process group.
 
-    - `clean_audits`: audits of this attempt in which something was compared and nothing differed.
-    - `accused`: global ranks whose device was accused by an earlier finding (of another step or another check); a second
-      accusation is independent of the first and confirms it.
-    - `transients`: accused ranks, one entry per earlier finding of the replay check that ended as transient.
-    - `clean_votes`: weight votes of this attempt (for the table in question) in which all replicas agreed.
-    - `minorities`: accused ranks, one entry per earlier finding of the weight vote.
-    - `open`: (table, rank) of minorities already found whose replica was not repaired since: the difference goes on.
+    - `clean_audits`: audits of this attempt whose outcome was clean.
+    - `accused`: global ranks whose device was accused by an earlier finding (of another step or another check); a
+      second accusation is independent of the first and confirms it.
+    - `transients`: accused ranks, one entry per earlier finding of the replay check that was not persistent. Leave out
+      those that an injected fault explains: they are there to notice a cause that wanders from device to device.
+    - `replayable`: false once the audit found that the script cannot be computed twice with equal bits.
     - `voting`: whether the weight vote is on.
-
-    Findings that an injected fault explains belong into `accused`, not into `transients` and `minorities`: those two are
-    there to notice causes that wander from device to device, and an injected fault's cause is known.
     """
 
     clean_audits: int = 0
     accused: frozenset[int] = frozenset()
     transients: tuple[int, ...] = ()
-    clean_votes: int = 0
-    minorities: tuple[int, ...] = ()
-    open: frozenset[tuple[str, int]] = frozenset()
+    replayable: bool = True
     voting: bool = True

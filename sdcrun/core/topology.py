@@ -1,9 +1,10 @@
 """Failure domains, who recomputes whose micro-batch, and who arbitrates between the two.
 
-Everything here is a pure function of what all ranks know, so that every rank computes the same answer without a message.
-`domains` is either a sequence (index: rank) or a mapping (rank to domain id); ranks are all of one numbering, group ranks
-or global ranks, as the caller likes. `classes`, where given, has the same form: devices of different compatibility class
-(model, driver, libraries, CPU capability) need not compute equal bits and are never compared.
+Everything here is a pure function of what all ranks know, so that every rank computes the same answer without a
+message. `domains` is either a sequence (index: rank) or a mapping (rank to domain id); ranks are all of one
+numbering, group ranks or global ranks, as the caller likes. `classes`, where given, has the same form: devices of
+different compatibility class (model, driver, libraries, CPU capability) need not compute equal bits and are never
+compared.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Table = Mapping[int, T] | Sequence[T]
 def failure_domains(nodes: Sequence[int]) -> list[int]:
     """Failure domain of each rank from the node of each rank: the node when the job has three or more, else the device.
 
-    With one or two nodes every rank is a domain of its own; the numbers then alternate between the nodes, so that a ring
-    in the order of domains crosses from node to node as often as it can.
+    With one or two nodes every rank is a domain of its own; the numbers then alternate between the nodes, so that a
+    ring in the order of domains crosses from node to node as often as it can.
     """
     distinct = sorted(set(nodes))
     if len(distinct) >= 3:
@@ -73,7 +74,8 @@ def _pairs(members: list[tuple[int, int]], turn: int) -> Iterable[tuple[int, int
         return
     largest = max(sizes.values())
     if 2 * largest <= count:
-        # Each domain is a block of at most `largest` places, so any shift from `largest` to `count - largest` leaves it.
+        # Each domain is a block of at most `largest` places, so any shift from `largest` to `count - largest` leaves
+        # it.
         shift = largest + turn % (count - 2 * largest + 1)
         for i, (_, owner) in enumerate(members):
             yield owner, members[(i + shift) % count][1]
@@ -107,14 +109,14 @@ def jury(
     classes: Table[Hashable] | None = None,
     size: int = MAX_JURY,
 ) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Arbiters for each disputed pair (owner, replayer): up to `size` devices, each of a domain that no other one of the
-    case has; empty when there is no third domain.
+    """Arbiters for each disputed pair (owner, replayer): up to `size` devices, each of a domain that no other one of
+    the case has; empty when there is no third domain.
 
-    One arbiter decides when one device is wrong. Three (five opinions from five domains) decide also when two devices are
-    wrong in the same way, for instance both stuck at zero: with one arbiter such a pair outvotes a healthy device. With
-    four domains there are two arbiters, and two against two is a tie. With three domains nothing protects from two equal
-    wrong results. Preferred are devices in no disputed pair, then domains without one, then the least loaded, then by
-    distance from the owner.
+    One arbiter decides when one device is wrong. Three (five opinions from five domains) decide also when two devices
+    are wrong in the same way, for instance both stuck at zero: with one arbiter such a pair outvotes a healthy
+    device. With four domains there are two arbiters, and two against two is a tie. With three domains nothing
+    protects from two equal wrong results. Preferred are devices in no disputed pair, then domains without one, then
+    the least loaded, then by distance from the owner.
     """
     table = dict(domains) if isinstance(domains, Mapping) else dict(enumerate(domains))
     pairs = sorted(set(disputed))
