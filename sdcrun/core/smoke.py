@@ -1,0 +1,131 @@
+"""Runs with --inject-fault: for each fault whether it fired, was caught, and whether the right devices were named.
+Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sdcrun.core import faultspec, words
+from sdcrun.core.firings import Firing
+from sdcrun.core.ledger import ACCUSING
+from sdcrun.core.roster import Attempt, domain_count
+from sdcrun.core.state import State
+from sdcrun.core.types import Finding, Verdict
+
+BLAMELESS = ("allreduce", "input")
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """What became of one fault. `fired` counts firings in training (not those in replays); `step`, `rank` are the first
+    one's. `after_steps` is the distance from the last firing before it to the finding that caught it. `named_right` is
+    None where nobody could be named. `problem` says in words what went wrong, None when all is well."""
+
+    spec: str
+    fired: int
+    step: int | None
+    rank: int | None
+    caught_by: str | None
+    after_steps: int | None
+    named_right: bool | None
+    by_design_unseen: str | None
+    problem: str | None
+
+
+def fault_rows(state: State) -> list[FaultRow]:
+    """One row for each --inject-fault, in order."""
+    findings = [
+        entry.finding for entry in state.ledger.ordered() if entry.finding.verdict is not Verdict.CLEAN_AFTER_TRIAGE
+    ]
+    explained = [(finding, state.firings.explain(finding)) for finding in findings]
+    rows = []
+    for position, text in enumerate(state.config.faults):
+        firings = [f for f in state.firings.all if f.position == position]
+        mine = [(finding, [f for f in why if f.position == position]) for finding, why in explained]
+        rows.append(_row(state, text, firings, [(finding, why) for finding, why in mine if why]))
+    return rows
+
+
+def problems(state: State) -> list[str]:
+    """Why a run with --inject-fault proves nothing or shows a failure; empty when every fault did as it should."""
+    rows = fault_rows(state)
+    found = [f"{words.clean(row.spec)}: {row.problem}" for row in rows if row.problem]
+    for entry in state.ledger.ordered():
+        finding = entry.finding
+        if finding.verdict in ACCUSING and not finding.injected:
+            found.append(
+                f"{words.ranks(finding.ranks)} accused at step {finding.step} ({words.CHECK_TITLES[finding.check]}), "
+                "where no fault was injected"
+            )
+    if rows and not any(row.fired for row in rows) and not any(row.problem for row in rows):
+        found.append("no fault fired")
+    return found
+
+
+def _row(state: State, text: str, firings: list[Firing], caught: list[tuple[Finding, list[Firing]]]) -> FaultRow:
+    trained = sorted((f for f in firings if f.phase == "step"), key=lambda f: (f.attempt, f.step, f.rank))
+    first = trained[0] if trained else None
+    if first is None:
+        gone = None if state.stop else "it never fired (no such step, rank or tensor?)"
+        return FaultRow(text, 0, None, None, None, None, None, None, gone)
+    unseen = _unseen(state, text, first)
+    checkpoint = _caught_at_checkpoint(state, first) if first.site == "checkpoint" else None
+    if checkpoint is not None:
+        return FaultRow(text, len(trained), first.step, first.rank, "checkpoint", checkpoint, None, None, None)
+    if not any(f.effective for f in trained):
+        return FaultRow(
+            text, len(trained), first.step, first.rank, None, None, None, None, "it fired but changed no value"
+        )
+    if not caught:
+        problem = None if unseen else "it fired and was not caught"
+        return FaultRow(text, len(trained), first.step, first.rank, None, None, None, unseen, problem)
+    finding, why = caught[0]
+    after = finding.step - max(f.step for f in why)
+    named = _named_right(state, trained, [finding for finding, _ in caught], first, unseen)
+    problem = None if named is not False or unseen else "it was caught, but the device was not named"
+    return FaultRow(text, len(trained), first.step, first.rank, finding.check, after, named, unseen, problem)
+
+
+def _named_right(
+    state: State, trained: list[Firing], found: list[Finding], first: Firing, unseen: str | None
+) -> bool | None:
+    """Whether exactly the devices on which the fault fired were named (`found` are findings that it explains)."""
+    named = {(finding.attempt, rank) for finding in found for rank in finding.ranks if finding.verdict in ACCUSING}
+    if first.site in BLAMELESS:
+        return not named
+    if not named and (unseen or all(f.verdict is Verdict.AMP_OVERFLOW for f in found)):
+        return None
+    fired = {state.device_key(f.attempt, f.rank) for f in trained if f.effective}
+    return {state.device_key(*place) for place in named} == fired
+
+
+def _caught_at_checkpoint(state: State, first: Firing) -> int | None:
+    """Steps from the firing to the checkpoint that was not called good for it, None when all were."""
+    steps = [
+        c["step"] if c["step"] is not None else first.step
+        for c in state.checkpoints.values()
+        if c["state"] in ("withheld", "tainted") and (c["step"] is None or c["step"] >= first.step)
+    ]
+    return min(steps) - first.step if steps else None
+
+
+def _unseen(state: State, text: str, first: Firing) -> str | None:
+    """Why no check of this run can see the fault or name its device; None where one must."""
+    if first.site in BLAMELESS and first.loud:
+        return None
+    attempt = state.roster.attempt(first.attempt)
+    group = _group(attempt, first.rank)
+    try:
+        spec = faultspec.parse(text)
+    except faultspec.FaultSpecError:
+        return None
+    off = attempt.checks_off.get("replay" if first.site in faultspec.COMPUTED else "weights")
+    if off and not first.loud:
+        return f"the check went off: {words.clean(off)}"
+    return faultspec.by_design_unseen(spec, state.config, domain_count(attempt, group), len(group))
+
+
+def _group(attempt: Attempt, rank: int) -> tuple[int, ...]:
+    """The smallest guarded group of `rank`, else the whole world."""
+    groups = [g for g in attempt.groups if rank in g]
+    return min(groups, key=len) if groups else tuple(range(max(attempt.world_size, 1)))
