@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 RING = "ring"  # the replayer's first computation of the owner's micro-batch
@@ -149,7 +150,8 @@ class Audit:
     the difference is the weight vote's to judge (None: not looked at). `declined` are (global rank, reason) of those
     whose micro-batch was not audited, without a partner included; rank -1 stands for the whole audit. `position` of
     `window` is the audited micro-batch's place in the accumulation window. `scope` says what was compared: "all", or
-    in words what the audit is narrowed to. `agreed` counts the agreeing ring comparisons that `compact` left out.
+    in words what the audit is narrowed to. `agreed` and `own_agreed` count the agreeing ring and own comparisons that
+    `compact` left out.
     """
 
     step: int
@@ -165,11 +167,14 @@ class Audit:
     scope: str = "all"
     skipped: bool = False
     agreed: int = 0
+    own_agreed: int = 0
 
-    def domain(self, rank: int) -> int:
-        """Failure domain of a global rank of the group; ValueError for another."""
-        return self.domains[self.group.index(rank)]
+    @cached_property
+    def domain_of(self) -> dict[int, int]:
+        """Failure domain of each global rank of the group."""
+        return dict(zip(self.group, self.domains, strict=True))
 
+    @cached_property
     def cases(self) -> dict[int, list[Comparison]]:
         """Comparisons that have a result, by owner, in the order they were made."""
         by_owner: dict[int, list[Comparison]] = {}
@@ -183,17 +188,17 @@ class Audit:
         return sorted({(c.owner, c.replayer) for c in self.comparisons if c.role == RING and c.failed})
 
     def disputed(self) -> list[tuple[int, int]]:
-        """(owner, replayer) of every case that needs arbiters, sorted.
+        """(owner, replayer) of every case that needs arbiters, sorted; (owner, owner) where no replayer had a result.
 
         Those are the failed pairs, and the pairs of owners whose own second computation differs: which of the two was
         wrong, and whether the micro-batch can be computed again at all, also takes other devices to say.
         """
-        restless = {c.owner for c in self.comparisons if c.role == OWN and c.failed}
-        return sorted({
-            (c.owner, c.replayer)
-            for c in self.comparisons
-            if c.role == RING and c.declined is None and (c.failed or c.owner in restless)
-        })  # fmt: skip
+        pairs = set()
+        for owner, made in self.cases.items():
+            ring = [c for c in made if c.role == RING]
+            if any(c.failed for c in ring) or any(c.failed for c in made if c.role == OWN):
+                pairs |= {(owner, c.replayer) for c in ring} or {(owner, owner)}
+        return sorted(pairs)
 
     def clean_ranks(self) -> tuple[int, ...]:
         """Global ranks cleared by this audit: their own micro-batch was recomputed elsewhere with equal bits, and no
@@ -201,7 +206,7 @@ class Audit:
         if self.weights_agree is False or any(rank < 0 for rank, _ in self.declined):
             return ()
         touched = {rank for rank, _ in self.declined}
-        compared = set(self.group) if self.agreed else set()
+        compared = set(self.left_out()) if self.agreed else set()
         for c in self.comparisons:
             if c.failed:
                 touched |= {c.owner, c.replayer}
@@ -212,12 +217,26 @@ class Audit:
         return tuple(rank for rank in self.group if rank in compared and rank not in touched)
 
     def compact(self) -> Audit:
-        """The same audit without the comparisons of undisputed cases, which are counted in `agreed`: a clean audit is
-        a few hundred bytes whatever the world size, since group and domains are written as runs."""
+        """The same audit without the comparisons of cases on which all agree; they are counted instead.
+
+        A clean audit is then a few hundred bytes whatever the world size, since group and domains are written as runs.
+        Every judgement of the compact audit is that of the full one.
+        """
         loud = {c.owner for c in self.comparisons if c.failed or c.declined is not None}
-        kept = tuple(c for c in self.comparisons if c.owner in loud)
-        dropped = sum(1 for c in self.comparisons if c.owner not in loud and c.role == RING)
-        return Audit(**{**self.__dict__, "comparisons": kept, "agreed": self.agreed + dropped})
+        quiet = [c.role for c in self.comparisons if c.owner not in loud]
+        return replace(
+            self,
+            comparisons=tuple(c for c in self.comparisons if c.owner in loud),
+            agreed=self.agreed + quiet.count(RING),
+            own_agreed=self.own_agreed + quiet.count(OWN),
+        )
+
+    def left_out(self) -> tuple[int, ...]:
+        """Global ranks whose case `compact` left out."""
+        if not self.agreed and not self.own_agreed:
+            return ()
+        known = {c.owner for c in self.comparisons} | {rank for rank, _ in self.declined}
+        return tuple(rank for rank in self.group if rank not in known)
 
     def to_json(self) -> dict[str, Any]:
         """JSON object: the `data` of an "audit" event. `group` and `domains` are run-length coded, see `runs`."""
@@ -226,7 +245,7 @@ class Audit:
             "comparisons": [c.to_json() for c in self.comparisons], "calibration": self.calibration,
             "weights_agree": self.weights_agree, "declined": [list(pair) for pair in self.declined],
             "cause": self.cause, "position": self.position, "window": self.window, "scope": self.scope,
-            "skipped": self.skipped, "agreed": self.agreed,
+            "skipped": self.skipped, "agreed": self.agreed, "own_agreed": self.own_agreed,
         }  # fmt: skip
 
     @classmethod
@@ -249,6 +268,7 @@ class Audit:
             scope=values.get("scope", "all"),
             skipped=bool(values.get("skipped", False)),
             agreed=int(values.get("agreed", 0)),
+            own_agreed=int(values.get("own_agreed", 0)),
         )
 
 
