@@ -1,0 +1,321 @@
+"""Puts the faults of --inject-fault into one rank's tensors and says so, firing by firing.
+
+Never imported without --inject-fault. A step's fault is active through the whole window (every micro-batch of it, and a
+recomputation under activation checkpointing), always on the same element with the same bits; one with where=device is
+also active while this device replays for another rank. Where a fault is not active nothing is computed differently.
+
+How each site is reached, and why there:
+- activation, saved: hooks on the modules, on every rank alike, so that a compiled module is cut at the same places
+  everywhere; they are kept in replays.
+- gradient: a hook on the parameter, which sees the gradient of this backward as autograd made it. Further on, in DDP's
+  bucket, the fault would come after the audit's fingerprint and no replay could show it. A replay computes on aliases
+  of the parameters, which have no hooks: it hands each gradient to `replayed_gradient`.
+- input: before DDP's forward, so that the captured micro-batch has the wrong input too.
+- loss: the roots' values just before the backward.
+- buffer: in the forward, after DDP has synced the buffers (earlier, the sync would undo it or spread it to everyone).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+
+from sdcrun.shim.inject_base import Fault, Faults
+from sdcrun.shim.inject_hooks import Saving, first_tensor, matching, named_tensors, replaced, with_path, with_tensor
+from sdcrun.shim.inject_values import takes
+from sdcrun.shim.replay.state import keep_in_replay, replaying
+
+
+class Injector(Faults):
+    """The faults of this rank at their sites; guards are attached as DDP makes them."""
+
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    def attach(self, guard) -> None:
+        """Binds each fault that is not bound yet to this guard if it has what the fault wants, and lays the hooks."""
+        if not self._settled:
+            self._settle(guard)
+        if guard.group not in self.groups:
+            self.groups.append(guard.group)
+        for fault in self.faults:
+            if fault.guard is not None and fault.guard() is not None:
+                continue
+            site = fault.spec.site
+            names = _names(guard, site)
+            fault.known = names or fault.known
+            fault.names = matching(names, fault.spec.tensor) if names else []
+            if not fault.names and site not in ("optimizer", "loss", "input", "checkpoint"):
+                continue
+            fault.guard = weakref.ref(guard)
+            if site in ("activation", "saved"):
+                self._hook_modules(fault, guard)
+            elif site == "gradient" and self._mine(fault):
+                for name in fault.names:
+                    guard.parameters[name].register_hook(self._gradient_hook(fault, fault.guard, name))
+            elif site == "input" and self._mine(fault):
+                guard.ddp.register_forward_pre_hook(self._input_hook(fault, fault.guard), with_kwargs=True)
+            elif site == "loss" and self._mine(fault):
+                self._watch_backward(fault)
+
+    # -- activation, saved --------------------------------------------------------------------------------------------
+
+    def _hook_modules(self, fault: Fault, guard) -> None:
+        modules = dict(guard.module.named_modules())
+        for name in fault.names:
+            if fault.spec.site == "activation":
+                modules[name].register_forward_hook(self._kept(self._activation_hook(fault, fault.guard, name)))
+            else:
+                before, after = self._saving_hooks(fault, fault.guard, name)
+                modules[name].register_forward_pre_hook(self._kept(before))
+                modules[name].register_forward_hook(self._kept(after), always_call=True)
+
+    def _kept(self, hook):
+        """A module hook that the compiler does not look into and that also runs in replays."""
+        return torch._disable_dynamo(keep_in_replay(hook))
+
+    def _activation_hook(self, fault: Fault, reference, name: str):
+        def hook(module, inputs, output):
+            guard = reference()
+            if guard is None or not guard.window_open or not (replaying() or guard.module.training):
+                return None
+            tensor = first_tensor(output, fault.spec.kind)
+            if tensor is None:
+                fault.why = fault.why or f"{name} returns no floating-point tensor"
+                return None
+            step = guard.group.step
+            if not replaying():
+                fault.saw(step, name)
+            if not self._active(fault, step) or not fault.choose(step, name, self._rng(fault, step, "tensor")):
+                return None
+            wrong = self._wrong_copy(fault, guard, tensor, name, step)
+            return None if wrong is None else with_tensor(output, tensor, replaced(tensor, wrong))
+
+        return hook
+
+    def _saving_hooks(self, fault: Fault, reference, name: str):
+        """All matching modules are watched through an active step, also those not hit: activation checkpointing counts
+        what is saved, and the count must be the same when it computes the part again."""
+        stack: list[Saving | None] = []
+
+        def before(module, inputs):
+            guard = reference()
+            live = guard is not None and guard.window_open and (replaying() or guard.module.training)
+            step = guard.group.step if live else -1
+            if not live or not self._active(fault, step):
+                stack.append(None)
+                return
+            phase = "replay" if replaying() else "step"
+
+            def hit():
+                if phase == "step":
+                    fault.saw(step, name)
+                if not fault.choose(step, name, self._rng(fault, step, "tensor")):
+                    return None
+
+                def make_wrong(tensor):
+                    wrong = self._wrong_copy(fault, guard, tensor, name, step, phase)
+                    return tensor if wrong is None else wrong
+
+                return make_wrong
+
+            saving = Saving(fault.spec.kind, hit)
+            saving.push()
+            stack.append(saving)
+
+        def after(module, inputs, output):
+            saving = stack.pop() if stack else None
+            if saving is not None:
+                saving.pop()
+                if not saving.asked:
+                    fault.why = fault.why or f"{name} saves no floating-point activation for its backward"
+
+        return before, after
+
+    # -- gradient -----------------------------------------------------------------------------------------------------
+
+    def _gradient_hook(self, fault: Fault, reference, name: str):
+        def hook(gradient):
+            guard = reference()
+            if guard is None or not guard.window_open or replaying():
+                return None
+            fault.saw(guard.group.step, name)
+            return self._wrong_gradient(fault, guard, name, gradient, "step")
+
+        # The audit's fingerprint must come after this hook: it looks for the mark.
+        hook._sdcrun = True
+        return hook
+
+    def _wrong_gradient(self, fault: Fault, guard, name: str, gradient, phase: str):
+        step = guard.group.step
+        if not self._active(fault, step) or not fault.choose(step, name, self._rng(fault, step, "tensor")):
+            return None
+        wrong = self._wrong_copy(fault, guard, gradient, name, step, phase)
+        return None if wrong is None else replaced(gradient, wrong)
+
+    def replayed_gradient(self, guard, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient as this device computes it in a replay: `gradient` itself, or a wrong copy."""
+        for fault in self._of(guard, "gradient"):
+            if fault.spec.where == "device" and name in fault.names:
+                wrong = self._wrong_gradient(fault, guard, name, gradient, "replay")
+                gradient = gradient if wrong is None else wrong
+        return gradient
+
+    def gradient(self, guard, bucket) -> None:
+        """In the comm hook, before the reduction. Gradient faults are already in, by the parameters' hooks; noted here
+        are the parameters that DDP reduces in this window: `reduced` and `allreduce` draw among them."""
+        step = guard.group.step
+        for fault in self._of(guard, "reduced", "allreduce"):
+            for parameter in bucket.parameters():
+                name = guard.names.get(id(parameter), "")
+                if name in fault.names:
+                    fault.saw(step, name)
+
+    # -- after the local computation ----------------------------------------------------------------------------------
+
+    def reduced(self, guard, tensor: torch.Tensor, parameters) -> None:
+        """A reduced bucket, as flat as DDP made it; `parameters` lie in it one behind the other."""
+        step = guard.group.step
+        for fault in self._of(guard, "reduced", "allreduce"):
+            if not self._active(fault, step):
+                continue
+            offset = 0
+            flat = tensor.layout is torch.strided and tensor.numel() == sum(p.numel() for p in parameters)
+            for parameter in parameters:
+                name = guard.names.get(id(parameter), "")
+                part = tensor.view(-1)[offset : offset + parameter.numel()] if flat else tensor
+                offset += parameter.numel()
+                if name in fault.names and fault.choose(step, name, self._rng(fault, step, "tensor")):
+                    self._strike(fault, guard, part, name, step)
+
+    def weight(self, guard, step: int) -> None:
+        """After the update of window `step`."""
+        for fault in self._of(guard, "weight"):
+            self._strike_one(fault, guard, {name: guard.parameters[name] for name in fault.names}, step)
+
+    def buffer(self, guard, step: int) -> None:
+        """In a forward of window `step`, after DDP's sync of the buffers and before their fingerprint."""
+        for fault in self._of(guard, "buffer"):
+            buffers = dict(guard.module.named_buffers())
+            self._strike_one(fault, guard, {name: buffers[name] for name in fault.names if name in buffers}, step)
+
+    def optimizer(self, guard, optimizer, step: int) -> None:
+        """After the update of window `step`; state is named `parameter.key`. Step counters are hit only by name."""
+        for fault in self.faults:
+            if fault.spec.site != "optimizer" or not self._active(fault, step):
+                continue
+            state = {
+                f"{guard.names[id(parameter)]}.{key}": value
+                for parameter, entries in optimizer.state.items() if id(parameter) in guard.names
+                for key, value in entries.items() if isinstance(value, torch.Tensor)
+            }  # fmt: skip
+            counted = {name: value for name, value in state.items() if not name.endswith(".step")}
+            fault.known = sorted(state)
+            fault.names = matching(counted, fault.spec.tensor) or matching(state, fault.spec.tensor)
+            if fault.names:
+                self._strike_one(fault, guard, {name: state[name] for name in fault.names}, step)
+
+    def _strike_one(self, fault: Fault, guard, tensors: dict[str, torch.Tensor], step: int) -> None:
+        """Hits one of `tensors`, drawn among those the kind can hit; once a step, however often it is called (a step of
+        two optimizers has two updates, and a bit inverted twice is no fault)."""
+        if not self._active(fault, step) or fault.done == step:
+            return
+        fault.done = step
+        fitting = sorted(name for name, tensor in tensors.items() if takes(tensor, fault.spec.kind))
+        if not fitting:
+            if tensors:
+                fault.why = f"kind={fault.spec.kind} fits none of {', '.join(sorted(tensors)[:4])}"
+            return
+        name = self._rng(fault, step, "tensor").choice(fitting)
+        self._strike(fault, guard, tensors[name], name, step)
+
+    # -- input, loss --------------------------------------------------------------------------------------------------
+
+    def _input_hook(self, fault: Fault, reference):
+        def hook(module, args, kwargs):
+            guard = reference()
+            if guard is None or not guard.module.training or not torch.is_grad_enabled() or guard.group.off_reason:
+                return None
+            step = guard.group.step
+            if not self._active(fault, step):
+                return None
+            found = {_joined(path[1:]): (path, tensor) for path, tensor in named_tensors((args, kwargs))}
+            fault.known = sorted(found)
+            names = [n for n in matching(found, fault.spec.tensor) if takes(found[n][1], fault.spec.kind)]
+            # Whole numbers are often indices: a wrong one ends the script instead of disturbing it.
+            names = [n for n in names if found[n][1].is_floating_point()] or names
+            if not names:
+                return None
+            name = self._rng(fault, step, "tensor").choice(sorted(names))
+            path, tensor = found[name]
+            wrong = self._wrong_copy(fault, guard, tensor, name, step)
+            return None if wrong is None else with_path((args, kwargs), path, replaced(tensor, wrong))
+
+        return torch._disable_dynamo(hook)
+
+    def _watch_backward(self, fault: Fault) -> None:
+        original, depth = torch.autograd.backward, 0
+
+        @functools.wraps(original)
+        def backward(tensors, *args, **kwargs):
+            nonlocal depth
+            if not depth:
+                self.loss(fault, (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors))
+            # Reentrant activation checkpointing calls backward within a backward; its roots are no losses.
+            depth += 1
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                depth -= 1
+
+        torch.autograd.backward = backward
+
+    def loss(self, fault: Fault, roots: tuple) -> None:
+        """Just before a backward from `roots`: the first one's value, in place, as the script reads it afterwards."""
+        guard = fault.guard()
+        if guard is None or not guard.window_open or not self._active(fault, guard.group.step):
+            return
+        root = next((t for t in roots if isinstance(t, torch.Tensor) and takes(t, fault.spec.kind)), None)
+        if root is not None:
+            self._strike(fault, guard, root, "loss", guard.group.step)
+
+    # -- checkpoint ---------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, contents, step: int):
+        """What is written instead of `contents` (nested dicts, lists, tuples) by a save after window `step`: the same
+        object, or one in which a tensor is a wrong copy. A fault with one step fires at the first save from it on."""
+        for fault in self.faults:
+            spec = fault.spec
+            if spec.site != "checkpoint" or fault.guard is None or fault.guard() is None:
+                continue
+            once = spec.first == spec.last
+            due = step >= spec.first and not fault.fired and self._mine(fault) if once else self._active(fault, step)
+            if not due:
+                continue
+            found = {_joined(path): (path, tensor) for path, tensor in named_tensors(contents)}
+            fault.known = sorted(found)
+            names = [n for n in matching(found, spec.tensor) if takes(found[n][1], spec.kind)]
+            names = [n for n in names if found[n][1].numel() > 1] or names
+            if names:
+                name = self._rng(fault, step, "tensor").choice(sorted(names))
+                path, tensor = found[name]
+                wrong = self._wrong_copy(fault, fault.guard(), tensor, name, step)
+                contents = contents if wrong is None else with_path(contents, path, wrong)
+        return contents
+
+def _names(guard, site: str) -> list[str]:
+    """What a module has for a site, where that is known before the first step."""
+    if site in ("activation", "saved"):
+        return [name for name, _ in guard.module.named_modules()]
+    if site in ("gradient", "reduced", "allreduce"):
+        return [name for name, parameter in guard.parameters.items() if parameter.requires_grad]
+    if site == "weight":
+        return list(guard.parameters)
+    if site == "buffer":
+        return [name for name, _ in guard.module.named_buffers()]
+    return []
+
+
+def _joined(path: tuple) -> str:
+    return ".".join(str(part) for part in path)
