@@ -13,7 +13,8 @@ SIZE = 8
 LOCAL, REDUCED, FINITE, ASK, DECLINE, COMMAND, TAG, NEGATED_TAG = range(SIZE)
 
 ASK_NOTHING, ASK_VOTE, ASK_AUDIT = 0, 1, 2
-COMMAND_NONE, COMMAND_SKIP, COMMAND_STOP = 0, 1, 2
+# MAX lets the strongest command win: skip this step, all ranks go off together, stop the job.
+COMMAND_NONE, COMMAND_SKIP, COMMAND_OFF, COMMAND_STOP = range(4)
 
 PHASE_STEP, PHASE_AMP, PHASE_VOTE, PHASE_REVOTE, PHASE_STATE = range(5)
 
@@ -43,8 +44,8 @@ class Ballot:
 class Outcome:
     """What all ranks know after the ballot; the same on each of them.
 
-    `lockstep` is false when ranks were not at the same place (step, optimizer, phase): then no other field means anything
-    and nobody may skip. `reduced_everywhere`: no rank has finite reduced gradients.
+    `lockstep` is false when ranks were not at the same place (step, optimizer, phase): then no other field means
+    anything and nobody may skip. `reduced_everywhere`: no rank has finite reduced gradients.
     """
 
     lockstep: bool

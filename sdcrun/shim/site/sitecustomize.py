@@ -17,14 +17,15 @@ def _start():
             if "sdcrun" not in sys.modules:
                 from importlib.util import module_from_spec, spec_from_file_location
 
-                spec = spec_from_file_location("sdcrun", os.path.join(root, "__init__.py"), submodule_search_locations=[root])
+                path = os.path.join(root, "__init__.py")
+                spec = spec_from_file_location("sdcrun", path, submodule_search_locations=[root])
                 sys.modules["sdcrun"] = module = module_from_spec(spec)
                 spec.loader.exec_module(module)
             from sdcrun.shim import boot
 
             boot.arm()
     except BaseException as error:
-        sys.stderr.write("[sdcrun] this process is not guarded: %r\n" % (error,))
+        sys.stderr.write(f"[sdcrun] this process is not guarded: {error!r}\n")
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 

@@ -1,0 +1,227 @@
+"""The guards of one DDP process group in this rank: their side group, the step they share, their counters.
+
+How ranks meet (`Rendezvous`): over torch's own default store, every wait bounded. One rank that has no shim, or cannot
+connect, must not hang the others: each posts a key, the first rank of the group publishes "arm" or the reason why not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+import weakref
+from array import array
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sdcrun.core import ballot
+from sdcrun.shim import boot, identity
+from sdcrun.shim.exchange import Exchange
+
+
+class BallotFailed(RuntimeError):
+    """The ballot's all-reduce did not end in time or lost a peer."""
+
+
+class Rendezvous:
+    """Bounded meetings of ranks over `store`; `limit` in seconds."""
+
+    def __init__(self, store, limit: float) -> None:
+        self.store = dist.PrefixStore("sdcrun", store)
+        self.limit = timedelta(seconds=limit)
+        root = store
+        while hasattr(root, "underlying_store"):
+            root = root.underlying_store
+        self.root = root
+
+    def attempt(self, restarts: int, own_controller) -> tuple[int, dict | None]:
+        """The attempt's number and the controller's address, the same on all ranks that share the store.
+
+        The first rank to come draws the number from the root store, which outlives a restart of the workers, and
+        publishes its node's controller unless one is already published. Falls back to torchrun's restart count.
+        """
+        try:
+            if self.store.add("attempt/drawn", 1) == 1:
+                number = max(self.root.add("sdcrun/attempts", 1) - 1, restarts)
+                address = self._published() or own_controller()
+                if address is not None:
+                    self.root.set("sdcrun/controller", json.dumps(address))
+                self.store.set("attempt/number", json.dumps([number, address]))
+            self.store.wait(["attempt/number"], self.limit)
+            number, address = json.loads(self.store.get("attempt/number"))
+            return number, address
+        except Exception as error:
+            boot.trace(f"no common attempt number: {error!r}")
+            return restarts, None
+
+    def _published(self) -> dict | None:
+        """The controller that is already the job's, if it still answers."""
+        try:
+            if not self.root.check(["sdcrun/controller"]):
+                return None
+            address = json.loads(self.root.get("sdcrun/controller"))
+            socket.create_connection((address["host"], address["port"]), timeout=1.0).close()
+            return address
+        except Exception:
+            return None
+
+    def agree(self, name: str, place: int, size: int, statement: dict) -> list[dict] | str:
+        """Everyone's `statement`, by place; or, the same on all who are there, the reason why not."""
+        self.store.set(f"{name}/{place}", json.dumps(statement))
+        if place == 0:
+            keys = [f"{name}/{other}" for other in range(size)]
+            try:
+                self.store.wait(keys, self.limit)
+                result = [json.loads(self.store.get(key)) for key in keys]
+            except Exception:
+                absent = [other for other, key in enumerate(keys) if not self.store.check([key])]
+                result = f"ranks {absent[:8]} of the group did not answer within {self.limit.seconds} s"
+            self.store.set(f"{name}/all", json.dumps(result))
+        try:
+            self.store.wait([f"{name}/all"], 2 * self.limit)
+            return json.loads(self.store.get(f"{name}/all"))
+        except Exception:
+            return f"the group's first rank did not answer within {2 * self.limit.seconds} s"
+
+
+def _side_group(store, place: int, size: int, limit: float):
+    """A gloo group of our own on the interface that routes to the master; the user's group numbering is untouched."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or "MASTER_ADDR" not in os.environ:
+        return dist.ProcessGroupGloo(store, place, size, timedelta(seconds=limit))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))
+        address = probe.getsockname()[0]
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=limit)
+    return dist.ProcessGroupGloo(store, place, size, options)
+
+
+class GuardGroup:
+    """Guards that share one DDP process group.
+
+    `ranks`: global ranks; `rank`, `size`: of this process within it; `nodes`: node number per group rank; `step`:
+    number of the window now open, counted from 0; `off_reason`: why no ballot is held any more, or None.
+    """
+
+    def __init__(self, runtime, ranks: tuple[int, ...], pg, members: list[dict]) -> None:
+        self.runtime, self.ranks, self.pg = runtime, ranks, pg
+        self.config = runtime.config
+        self.rank, self.size = ranks.index(runtime.rank), len(ranks)
+        self.nodes = [member["node"] for member in members]
+        self.devices = [member["device"] for member in members]
+        self.guards: list = []
+        self.optimizers: list = []
+        self.exchange = Exchange(pg, self.rank, self.size, self.config.exchange_timeout) if pg is not None else None
+        self.off_reason: str | None = None
+        self.trouble: str | None = None
+        self.step = 0
+        self.calls = self.calls_last = 0
+        self.window_open = False
+        self.committed = self.skipped = 0
+        self.vote_step: int | None = None
+        self.vote_buffers: list = []
+        self.last_step = 0
+        self.audit_next = self.auditing = False
+        self.audit_every, self.weights_every = self.config.audit_every, self.config.weights_every
+        self.checks = {name: {"run": 0, "fired": 0, "seconds": 0.0} for name in ("nonfinite", "replay", "weights")}
+        self.parts: dict[str, float] = {}
+        self.first_gate = self.last_gate = self.last_summary = 0.0
+        self.last_audit_step: int | None = None
+        self.auditor = None
+        self.weights = None
+        self._words = array("q", [0] * ballot.SIZE)
+        self._vector = torch.frombuffer(self._words, dtype=torch.int64)
+        self._limit = timedelta(seconds=self.config.ballot_timeout)
+
+    @classmethod
+    def arm(cls, runtime, meeting: Rendezvous, ranks: tuple[int, ...]):
+        """Makes the group on all its ranks or on none: (group, None) or (None, reason). Bounded."""
+        size, place = len(ranks), ranks.index(runtime.rank)
+        name = "group/" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        statement = {
+            "node": int(os.environ.get("GROUP_RANK", os.environ.get("SDCRUN_LOCAL_NODE", "0"))),
+            "device": identity.compatibility(),
+        }
+        members = meeting.agree(name, place, size, statement)
+        if isinstance(members, str):
+            return None, members
+        pg, failure = None, ""
+        if size > 1:
+            try:
+                store = dist.PrefixStore(f"{name}/gloo", meeting.store)
+                pg = _side_group(store, place, size, runtime.config.arm_timeout)
+            except Exception as error:
+                failure = str(error).splitlines()[0][:160]
+            made = meeting.agree(f"{name}/made", place, size, {"failure": failure})
+            broken = made if isinstance(made, str) else next((m["failure"] for m in made if m["failure"]), "")
+            if broken:
+                return None, f"the ranks could not connect to each other: {broken}"
+            runtime.kept_groups.append(pg)
+        return cls(runtime, ranks, pg, members), None
+
+    def add(self, guard) -> None:
+        """Takes a new DDP module of this process group under guard."""
+        self.guards.append(guard)
+        if self.weights is not None:
+            self.weights.forget()
+
+    def meet(self, optimizer) -> None:
+        """Numbers an optimizer; the order is the script's, so it is the same on all ranks."""
+        if all(known() is not optimizer for known in self.optimizers):
+            self.optimizers.append(weakref.ref(optimizer))
+
+    def number_of(self, optimizer) -> int:
+        """The optimizer's number in this group."""
+        return next((i for i, known in enumerate(self.optimizers) if known() is optimizer), 0)
+
+    def emit(self, kind: str, data: dict) -> None:
+        """Sends an event of this rank."""
+        self.runtime.emit(kind, data)
+
+    def all_reduce_max(self, words: list[int]) -> list[int]:
+        """MAX over the group of eight int64. Raises BallotFailed when it does not end in time."""
+        if self.size == 1:
+            return words
+        self._words[:] = array("q", words)
+        try:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self.pg.allreduce([self._vector], options).wait(self._limit)
+        except Exception as error:
+            raise BallotFailed(str(error).splitlines()[0][:200]) from error
+        return self._words.tolist()
+
+    def ask_off(self, reason: str) -> None:
+        """This rank can no longer guard: the next ballot takes all ranks off together, so that none waits for it."""
+        self.trouble = self.trouble or reason
+
+    def turn_off(self, reason: str) -> None:
+        """No more ballots in this attempt; training goes on unguarded, said aloud."""
+        if self.off_reason is None:
+            self.off_reason = reason
+            for check in ("nonfinite", "replay", "weights"):
+                self.emit("check_off", {"check": check, "reason": reason, "step": self.step})
+
+    def spend(self, part: str, seconds: float) -> None:
+        """Adds to the counters of where sdcrun's time goes."""
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+    def summarize(self, now: float | None = None) -> None:
+        """Emits the cumulative counters."""
+        self.last_summary = now if now is not None else time.monotonic()
+        self.emit(
+            "summary",
+            {
+                "group": list(self.ranks) if len(self.ranks) <= 64 else [self.ranks[0], len(self.ranks)],
+                "steps": {"seen": self.step, "committed": self.committed, "skipped": self.skipped},
+                "checks": self.checks,
+                "parts": {part: round(seconds, 6) for part, seconds in self.parts.items()},
+                "train_seconds": round(self.last_gate - self.first_gate, 6),
+                "last_audit_step": self.last_audit_step,
+            },
+        )

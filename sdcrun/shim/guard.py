@@ -1,0 +1,101 @@
+"""sdcrun's state for one DDP module in one rank: its parameters, its window, its buffers before the window."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+RUN, SKIP = "run", "skip"
+
+
+class Guard:
+    """One guarded DDP module.
+
+    `parameters`: name -> Parameter as `named_parameters()` of the inner module gives them, tied ones once, those that
+    DDP ignores left out. `synced`: a bucket of this window has been reduced. `decision`: RUN or SKIP once the gate
+    has decided the window that is closed now, None while a window is open.
+    """
+
+    def __init__(self, ddp, group, name: str) -> None:
+        self._ddp = weakref.ref(ddp)
+        self.module, self.group, self.name = ddp.module, group, name
+        ignored = set(getattr(ddp, "parameters_to_ignore", ()) or ())
+        self.parameters = {n: p for n, p in ddp.module.named_parameters() if n not in ignored}
+        self.names = {id(p): n for n, p in self.parameters.items()}
+        self.buffers = {n: b for n, b in ddp.module.named_buffers() if n not in ignored}
+        self.window_open = False
+        self.synced = False
+        self.decision: str | None = None
+        self.local_sums: list[torch.Tensor] = []
+        self.reduced_sums: list[torch.Tensor] = []
+        self.local_bad: list[dict] = []
+        self.buckets: list = []
+        self.saved_buffers: dict[str, torch.Tensor] = {}
+        self.saved_versions: dict[str, tuple[int, int]] = {}
+        self.buffers_synced = False
+        self.ungated = 0
+        self.off_reason: str | None = None
+        self.token = None
+        self.sample: tuple[int, float] | None = None
+
+    @property
+    def ddp(self):
+        """The DDP module, or None when it is gone."""
+        return self._ddp()
+
+    def qualified(self, tensor: str) -> str:
+        """A tensor's name in events: with the module's name in front where the group guards several."""
+        return f"{self.name}.{tensor}" if self.name else tensor
+
+    def describe(self) -> dict:
+        """This module for the event `guarded`."""
+        tensors = list(self.parameters.values())
+        return {
+            "name": self.name,
+            "parameters": sum(p.numel() for p in tensors),
+            "tensors": len(tensors),
+            "bytes": sum(p.numel() * p.element_size() for p in tensors),
+        }
+
+    def open_window(self) -> None:
+        """The first training forward after a decision: remember the buffers as they are now."""
+        self.window_open, self.decision, self.synced = True, None, False
+        self.save_buffers()
+
+    def close_window(self, decision: str) -> None:
+        """The gate has decided; everything seen in the window is dropped."""
+        self.window_open, self.decision, self.synced = False, decision, False
+        self.ungated = 0
+        self.local_sums.clear()
+        self.reduced_sums.clear()
+        self.local_bad.clear()
+        self.buckets.clear()
+
+    @torch.no_grad()
+    def save_buffers(self) -> None:
+        """Copies the buffers that have changed since the last copy (all of them the first time)."""
+        for name, buffer in self.buffers.items():
+            seen = (buffer.data_ptr(), buffer._version) if not buffer.is_inference() else (0, 0)
+            kept = self.saved_buffers.get(name)
+            if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype:
+                self.saved_buffers[name] = buffer.detach().clone()
+            elif self.saved_versions.get(name) != seen or seen == (0, 0):
+                kept.copy_(buffer)
+            self.saved_versions[name] = seen
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Puts the buffers back as they were before the window: one NaN batch would leave BatchNorm NaN for ever."""
+        for name, buffer in self.buffers.items():
+            kept = self.saved_buffers.get(name)
+            if kept is not None and (buffer.data_ptr(), buffer._version) != self.saved_versions.get(name):
+                buffer.copy_(kept)
+                self.saved_versions[name] = (buffer.data_ptr(), buffer._version)
+
+    @torch.no_grad()
+    def zero_gradients(self) -> None:
+        """Part of a skip: no later use of these gradients can move a weight."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
