@@ -7,6 +7,8 @@ different ranks may come in any order. `apply` and `tick` change the state they 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sdcrun.core import policy, words
 from sdcrun.core.ledger import CaseKey
 from sdcrun.core.state import State, close, observe
@@ -56,20 +58,18 @@ def tick(state: State, now: float) -> tuple[State, list[Action]]:
         if since is None:
             state.waiting[key] = now
         elif now - since > DETAIL_SECONDS:
-            del state.waiting[key]
-            actions += policy.speak(state, key)
+            actions += _tell(state, key)
     return state, actions + _name_the_missing(state, now)
 
 
 def finish(state: State) -> list[Action]:
-    """Nothing more will come: close every open case and say everything that was held back."""
+    """Nothing more will come: close every open case and say what was held back. Nothing is decided any more."""
     for key in sorted(state.open_cases):
         close(state, key)
-    actions = _act(state)
-    for key in list(state.waiting):
-        del state.waiting[key]
-        actions += policy.speak(state, key)
-    return actions
+    held = list(dict.fromkeys([*state.waiting, *state.changed]))
+    state.waiting.clear()
+    state.changed.clear()
+    return [action for key in held for action in policy.speak(state, key)]
 
 
 def pending(state: State) -> list[Action]:
@@ -83,17 +83,23 @@ def _act(state: State) -> list[Action]:
     actions = policy.decide(state, keys)
     for key in keys:
         state.waiting.setdefault(key, None)
-    for key in [k for k in state.waiting if k in keys or k.check == "weights"]:
-        if _told_in_full(state, key):
-            del state.waiting[key]
-            actions += policy.speak(state, key)
+    for key in [k for k in state.waiting if _told_in_full(state, k)]:
+        actions += _tell(state, key)
     return actions
+
+
+def _tell(state: State, key: CaseKey) -> list[Action]:
+    del state.waiting[key]
+    return [*policy.speak(state, key), *policy.ask_for_audit(state, key)]
 
 
 def _told_in_full(state: State, key: CaseKey) -> bool:
     """Whether nobody who could add to a case is still to be heard."""
-    if key.check != "weights":
+    if key.check == "replay":
         return True
+    if key.check == "nonfinite":
+        quiet = all(entry.finding.verdict in policy.QUIET for entry in state.ledger.entries.get(key, ()))
+        return quiet or not policy.audits(state, key.attempt) or replace(key, check="replay") in state.replays.audits
     case = state.votes[key.attempt, key.group, key.table].cases[key.step]
     heard = set().union(*case.said.values()) if case.said else set()
     return heard >= case.accused and all(
@@ -117,7 +123,5 @@ def _name_the_missing(state: State, now: float) -> list[Action]:
     reasons: dict[str, list[int]] = {}
     for row in rows:
         reasons.setdefault(row["reason"], []).append(row["rank"])
-    return [
-        Action("say", {"text": f"UNGUARDED: {words.ranks(who)}: {words.clean(why, 400)}", "level": "warning"})
-        for why, who in reasons.items()
-    ]
+    lines = [f"UNGUARDED: {words.ranks(who)}: {words.clean(why, 400)}" for why, who in reasons.items()]
+    return [action for line in lines for action in policy.say(line, "warning")]

@@ -7,7 +7,7 @@ really found. The local gradients tell where a value was born, the reduced ones 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sdcrun.core import words
@@ -94,6 +94,24 @@ def judge(case: NonfiniteCase) -> list[Finding]:
     if local:
         return [_judge_local(case, local)]
     return [_judge_reduced(case, reduced) if reduced else _nothing_left(case)]
+
+
+def merge(triaged: list[Finding], own: list[Finding]) -> list[Finding]:
+    """Findings of the replay in place of check 1's own: one for each rank they accuse, one for all ranks of which they
+    say the same and accuse nobody. Check 1's evidence (which tensors) is added."""
+    rows = [row for finding in own for row in finding.evidence]
+    merged: dict[tuple[Any, ...], Finding] = {}
+    for finding in triaged:
+        key = (finding.verdict, finding.rule, finding.ranks)
+        if key in merged:
+            first = merged[key]
+            texts = dict.fromkeys((*first.text.split("\n"), finding.text))
+            evidence = (*first.evidence, *finding.evidence)[: 2 * KEPT]
+            merged[key] = replace(first, text="\n".join(list(texts)[:4]), evidence=evidence)
+        else:
+            mine = [row for row in rows if not finding.ranks or row["rank"] in finding.ranks]
+            merged[key] = replace(finding, evidence=(*finding.evidence, *mine)[: 2 * KEPT])
+    return [replace(finding, text=finding.text.replace("\n", " ")) for finding in merged.values()]
 
 
 def _judge_local(case: NonfiniteCase, local: dict[int, frozenset[str]]) -> Finding:

@@ -15,19 +15,20 @@ QUIET = (Verdict.AMP_OVERFLOW, Verdict.CLEAN_AFTER_TRIAGE)
 
 
 def decide(state: State, keys: list[CaseKey]) -> list[Action]:
-    """Actions that follow from cases whose findings are new or others now: an order to stop, a wish for an audit."""
+    """Actions that follow from cases whose findings are new or others now: an order to stop, once."""
     actions: list[Action] = []
     for key in keys:
         for entry in state.ledger.entries.get(key, ()):
             if state.stop is None:
                 state.stop = _stop_for(state, key, entry.finding)
                 if state.stop is not None:
-                    actions += [
-                        stop_action(state.stop),
-                        Action("say", {"text": stop_text(state.stop), "level": "alarm"}),
-                    ]
-        actions += _ask_for_audit(state, key)
+                    actions += [stop_action(state.stop), *say(stop_text(state.stop), "alarm")]
     return actions
+
+
+def say(text: str, level: str) -> list[Action]:
+    """One "say" for each line of `text`: whoever prints them needs to know nothing about blocks."""
+    return [Action("say", {"text": line, "level": level}) for line in text.splitlines()]
 
 
 def stop_action(order: StopOrder) -> Action:
@@ -70,7 +71,7 @@ def _stop_for(state: State, key: CaseKey, finding: Finding) -> StopOrder | None:
     if (
         finding.verdict in ACCUSING
         and config.on_suspect == "stop"
-        and (finding.strike or not _audits(state, finding.attempt))
+        and (finding.strike or not audits(state, finding.attempt))
     ):
         return StopOrder(code, f"on_suspect is stop ({where})")
     row = _skipped_in_a_row(state, key)
@@ -80,7 +81,8 @@ def _stop_for(state: State, key: CaseKey, finding: Finding) -> StopOrder | None:
     return None
 
 
-def _audits(state: State, attempt: int) -> bool:
+def audits(state: State, attempt: int) -> bool:
+    """Whether replay audits are on in `attempt`."""
     on = state.config.audit_every > 0 or state.config.budget is not None
     return on and "replay" not in state.roster.attempt(attempt).checks_off
 
@@ -98,14 +100,14 @@ def _skipped_in_a_row(state: State, key: CaseKey) -> int:
     return last - first + 1
 
 
-def _ask_for_audit(state: State, key: CaseKey) -> list[Action]:
+def ask_for_audit(state: State, key: CaseKey) -> list[Action]:
     """An audit soon, where a finding leaves open whether hardware is to blame; not more than one in ten steps."""
     entries = state.ledger.entries.get(key, ())
     unclear = any(
         not e.finding.strike and e.finding.verdict in (Verdict.SUSPECT, Verdict.INCONCLUSIVE) for e in entries
     )
     last = state.asked.get(key.attempt)
-    if not unclear or not _audits(state, key.attempt) or last is not None and key.step < last + ASK_AGAIN_AFTER:
+    if not unclear or not audits(state, key.attempt) or last is not None and key.step < last + ASK_AGAIN_AFTER:
         return []
     state.asked[key.attempt] = key.step
     why = f"to clear up the finding at step {key.step} ({words.CHECK_TITLES[key.check]})"
@@ -128,7 +130,7 @@ def speak(state: State, key: CaseKey) -> list[Action]:
         level = "alarm" if finding.verdict in ACCUSING else "info" if finding.verdict in QUIET else "warning"
         short = finding.verdict in QUIET or state.said[kind] > FULL_BLOCKS
         text = one_line(finding) if short else block(state, replace(entry, finding=finding))
-        said.append(Action("say", {"text": text, "level": level}))
+        said += say(text, level)
     return said
 
 

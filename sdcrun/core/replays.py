@@ -1,5 +1,4 @@
-"""The audits of a job in order, each judged in the light of those before it. The rules are in `core.attribute`. Pure.
-"""
+"""The audits of a job in order, each judged in the light of those before it. The rules are `core.attribute`'s. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from sdcrun.core import attribute
-from sdcrun.core.attribute import Audit, History
+from sdcrun.core.attribute import CLEAN, NOT_REPLAYABLE, Audit, History
 from sdcrun.core.ledger import CaseKey
+from sdcrun.core.triage import triage
 from sdcrun.core.types import Event, Finding
 from sdcrun.core.votes import standing
 
@@ -56,36 +56,45 @@ class ReplayBook:
         """The case and the later ones of its group that were not clean: what came before is part of their judgement."""
         steps = self.order[key.attempt, key.group]
         later = [CaseKey(key.attempt, step, "replay", key.group) for step in steps if step > key.step]
-        return [key] + [other for other in later if self.audits[other].kind != attribute.CLEAN]
+        return [key] + [other for other in later if self.audits[other].kind != CLEAN]
 
     def judge(self, key: CaseKey, accused: frozenset[int], voting: bool) -> list[Finding]:
         """Findings of an audit. `accused`: ranks whose device an earlier finding accused; `voting`: weight votes are
         on."""
         case = self.audits[key]
-        if case.kind == attribute.CLEAN:
+        if case.kind == CLEAN:
             self._judged.pop(key, None)
             return []
-        before = [
-            CaseKey(key.attempt, step, "replay", key.group)
-            for step in self.order[key.attempt, key.group]
-            if step < key.step
-        ]
-        history = History(
-            clean_audits=sum(1 for other in before if self.audits[other].kind == attribute.CLEAN),
-            accused=accused,
-            transients=tuple(
-                rank
-                for other in before
-                for finding in self._judged.get(other, ())
-                if finding.persistence != "persistent" and not finding.injected
-                for rank in finding.ranks
-            ),
-            replayable=not any(self.audits[other].kind == attribute.NOT_REPLAYABLE for other in before),
-            voting=voting,
-        )
+        history = self._history(key, accused, voting)
         found = attribute.judge(case.audit, history, key.attempt)
         self._judged[key] = found
         return found
+
+    def triage(self, key: CaseKey, accused: frozenset[int], amp: bool) -> list[Finding]:
+        """What the audit of a step says about its non-finite gradients, by owner; empty without one that can tell."""
+        if key not in self.audits:
+            return []
+        found = triage(self.audits[key].audit, self._history(key, accused, True), key.attempt, amp)
+        return [found[owner] for owner in sorted(found)]
+
+    def _history(self, key: CaseKey, accused: frozenset[int], voting: bool) -> History:
+        steps = self.order[key.attempt, key.group]
+        before = [CaseKey(key.attempt, step, "replay", key.group) for step in steps if step < key.step]
+        kinds = [self.audits[other].kind for other in before]
+        wandering = [
+            rank
+            for other in before
+            for finding in self._judged.get(other, ())
+            if finding.persistence != "persistent" and not finding.injected
+            for rank in finding.ranks
+        ]
+        return History(
+            clean_audits=kinds.count(CLEAN),
+            accused=accused,
+            transients=tuple(wandering),
+            replayable=NOT_REPLAYABLE not in kinds,
+            voting=voting,
+        )
 
     def remember(self, key: CaseKey, findings: list[Finding]) -> None:
         """Keep the findings of an audit with their `injected` marks for the judgement of later ones."""

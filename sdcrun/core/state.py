@@ -96,26 +96,31 @@ def rejudge(state: State, key: CaseKey) -> None:
     """Work out the findings of one case again and file them."""
     if key.check == "nonfinite":
         case = state.cases[key]
-        found = nonfinite.judge(case) if case.closed or case.complete else []
-        done = _done_nonfinite(case)
+        found, done = _judge_nonfinite(state, key, case), _done_nonfinite(case)
     elif key.check == "weights":
         history = state.votes[key.attempt, key.group, key.table]
-        known = {
-            rank: state.words.get((key.attempt, key.step, key.table, rank), [])
-            for rank in history.cases[key.step].accused
-        }
+        accused = history.cases[key.step].accused
+        known = {rank: state.words.get((key.attempt, key.step, key.table, rank), []) for rank in accused}
         found, done = history.judge(key.step, known), _done_vote(history.cases[key.step])
     else:
-        found, done = (
-            state.replays.judge(key, _accused_before(state, key), _voting(state, key)),
-            state.replays.done(key),
-        )
+        found = state.replays.judge(key, _accused_before(state, key), _voting(state, key))
+        done = state.replays.done(key)
     found = [_mark(state, finding) for finding in found]
     if key.check == "replay":
         state.replays.remember(key, found)
-    entries = [Entry(finding, done) for finding in found]
-    if state.ledger.put(key, entries):
+    if state.ledger.put(key, [Entry(finding, done) for finding in found]):
         state.changed.append(key)
+
+
+def _judge_nonfinite(state: State, key: CaseKey, case: NonfiniteCase) -> list[Finding]:
+    """Check 1's own finding, or what a second device made of the same micro-batch where there was an audit of the step.
+    """
+    found = nonfinite.judge(case) if case.closed or case.complete else []
+    if not any(view.local for view in case.views.values()):
+        return found
+    amp = all(view.amp for view in case.views.values())
+    triaged = state.replays.triage(replace(key, check="replay"), _accused_before(state, key), amp)
+    return nonfinite.merge(triaged, found) if triaged else found
 
 
 def close(state: State, key: CaseKey) -> None:
