@@ -58,13 +58,9 @@ def _stop_for(state: State, key: CaseKey, finding: Finding) -> StopOrder | None:
         )
     if finding.check == "weights":
         action = state.votes[key.attempt, key.group, key.table].cases[key.step].action
-        if (
-            finding.rule == "no-majority"
-            and action not in ("declined", "reported")
-            and config.on_weight_fault != "report"
-        ):
+        if finding.rule == "no-majority" and key.table != "buffers" and config.on_weight_fault != "report":
             return StopOrder(ExitCode.UNCLEAR, f"the replicas differ and no version has a majority ({where})")
-        if action == "stopped" or config.on_weight_fault == "stop" and action != "declined":
+        if action == "stopped" or config.on_weight_fault == "stop":
             return StopOrder(code, f"on_weight_fault is stop ({where})")
     elif finding.verdict not in QUIET and config.on_fault == "stop":
         return StopOrder(code, f"on_fault is stop ({where})")

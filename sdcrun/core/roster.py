@@ -29,7 +29,8 @@ class Place:
 
 @dataclass
 class Attempt:
-    """What is known of one attempt. Keys of `places`, `modules`, `unguarded`, `byes` are global ranks."""
+    """What is known of one attempt. Keys of `places`, `modules`, `unguarded`, `byes` are global ranks, those of
+    `summaries` (rank, session, group as text)."""
 
     number: int
     world_size: int = 0
@@ -38,7 +39,7 @@ class Attempt:
     groups: set[tuple[int, ...]] = field(default_factory=set)
     unguarded: dict[int, str] = field(default_factory=dict)
     byes: dict[int, str] = field(default_factory=dict)
-    summaries: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    summaries: dict[tuple[int, str, str], dict[str, Any]] = field(default_factory=dict)
     checks_off: dict[str, str] = field(default_factory=dict)
     limits: list[str] = field(default_factory=list)
     last_step: int = -1

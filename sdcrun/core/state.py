@@ -239,7 +239,7 @@ def _summary(state: State, event: Event) -> None:
         "last_audit_step": data.get("last_audit_step"),
         "time": event.time,
     }
-    attempt.summaries[_rank(event), event.session] = kept
+    attempt.summaries[_rank(event), event.session, str(data.get("group"))] = kept
 
 
 def _nonfinite(state: State, event: Event) -> None:

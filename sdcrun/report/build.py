@@ -139,14 +139,16 @@ def _steps(state: State) -> dict[str, int]:
 
 
 def _checks(state: State, attempt: Attempt | None) -> dict[str, dict[str, Any]]:
-    """Per check: how often it ran and fired, seconds per rank (mean), and why it is off."""
+    """Per check: how often it ran and fired (over groups and attempts), seconds per rank (mean), and why it is off."""
     config, result = state.config, {}
     intervals = {"nonfinite": 1, "replay": config.audit_every, "weights": config.weights_every}
     for check in CHECKS:
         run = fired = seconds = 0.0
         for one in state.roster.attempts.values():
-            rows = [s["checks"].get(check, {}) for s in one.summaries.values()]
-            if rows:
+            groups: dict[str, list[dict[str, float]]] = {}
+            for (_, _, group), summary in one.summaries.items():
+                groups.setdefault(group, []).append(summary["checks"].get(check, {}))
+            for rows in groups.values():
                 run += max(row.get("run", 0) for row in rows)
                 fired += max(row.get("fired", 0) for row in rows)
                 seconds += sum(row.get("seconds", 0) for row in rows) / len(rows)
@@ -167,12 +169,19 @@ def _checks(state: State, attempt: Attempt | None) -> dict[str, dict[str, Any]]:
 
 def _overhead(state: State) -> dict[str, Any]:
     """Time of checks in per cent of all training time, over all ranks and attempts; None before anything was measured.
+
+    A rank in several groups trains once: its longest time counts, and the sum of what its groups spent.
     """
-    rows = [s for attempt in state.roster.attempts.values() for s in attempt.summaries.values()]
-    trained = sum(row["train_seconds"] for row in rows)
+    spent, trained = dict.fromkeys(CHECKS, 0.0), 0.0
+    for attempt in state.roster.attempts.values():
+        ranks: dict[tuple[int, str], float] = {}
+        for (rank, session, _), row in attempt.summaries.items():
+            ranks[rank, session] = max(row["train_seconds"], ranks.get((rank, session), 0.0))
+            for check in CHECKS:
+                spent[check] += row["checks"].get(check, {}).get("seconds", 0)
+        trained += sum(ranks.values())
     if trained <= 0:
         return {"percent_of_step_time": None, "by_check": dict.fromkeys(CHECKS)}
-    spent = {check: sum(row["checks"].get(check, {}).get("seconds", 0) for row in rows) for check in CHECKS}
     by_check = {check: round(100 * seconds / trained, 3) for check, seconds in spent.items()}
     return {"percent_of_step_time": round(100 * sum(spent.values()) / trained, 3), "by_check": by_check}
 

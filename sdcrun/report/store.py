@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdcrun.core.codec import MAX_LINE, CodecError, decode_event
+from sdcrun.core.codec import MAX_LINE, CodecError, decode_event, encode_event
 from sdcrun.core.types import Event
 
 EVENTS = "events.jsonl"
@@ -30,39 +30,48 @@ class JobError(ValueError):
 
 
 class EventLog:
-    """A job's events.jsonl, for its only writer: made if need be, a torn last line cut off, then appended to.
+    """events.jsonl of one job, for its only writer. Opened by the first append: made if need be, a torn last line cut
+    off.
 
     A batch of lines is one write; a kill leaves at most one torn line at the end, which the next writer cuts off.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the record. Raises OSError."""
-        self.path = os.fspath(path)
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        whole = _end_of_last_line(self._fd, size)
-        if whole != size:
-            os.ftruncate(self._fd, whole)
+    def __init__(self, job_dir: str | os.PathLike[str]) -> None:
+        self.path = Path(job_dir) / EVENTS
+        self._fd = -1
 
-    def append(self, lines: bytes) -> None:
-        """Add encoded lines, each with its newline; raises OSError, then nothing of them is in the file."""
+    def append(self, event: Event) -> None:
+        """Add one event; raises OSError when it is not completely in the file (then nothing of it is)."""
+        self.append_lines(encode_event(event))
+
+    def append_lines(self, lines: bytes) -> None:
+        """Add encoded lines, each with its newline, in one write; raises OSError, then nothing of them is in the file.
+        """
+        if self._fd < 0:
+            self._open()
         written = os.write(self._fd, lines)
         if written != len(lines):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def _open(self) -> None:
+        os.makedirs(self.path.parent, exist_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            whole = _end_of_last_line(fd, size)
+            if whole != size:
+                os.ftruncate(fd, whole)
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd = fd
 
     def close(self) -> None:
-        """Close the file for good."""
+        """Close the file; the next append opens it again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _end_of_last_line(fd: int, size: int) -> int:
