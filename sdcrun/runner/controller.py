@@ -17,10 +17,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import BinaryIO
 
 from sdcrun.core import decide
-from sdcrun.core.codec import encode_message, whole_lines
+from sdcrun.core.codec import encode_message
 from sdcrun.core.types import Config
 from sdcrun.report.store import EventLog
 from sdcrun.runner.controllerlog import ControllerLog
@@ -72,11 +73,16 @@ class Controller:
         return by is not None and (not self._conversation.others_here() or time.monotonic() >= by)
 
 
-def open_record(job_dir: str) -> tuple[EventLog, Iterable[bytes]]:
-    """The job's record, a torn last line cut off, and the lines on it. Raises OSError."""
-    record = EventLog(os.path.join(job_dir, "events.jsonl"))
-    with open(record.path, "rb") as file:
-        return record, whole_lines(file.read())
+def open_record(job_dir: str) -> tuple[EventLog, Iterator[bytes]]:
+    """The job's record, made if need be, a torn last line cut off, and the lines on it. Raises OSError."""
+    record = EventLog(job_dir)
+    record.append_lines(b"")
+    return record, _lines_of(open(record.path, "rb"))
+
+
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        yield from file
 
 
 def die_with_parent(parent: int) -> None:

@@ -22,7 +22,7 @@ SOURCE = "controller"
 class Record(Protocol):
     """The job's events.jsonl."""
 
-    def append(self, lines: bytes) -> None:
+    def append_lines(self, lines: bytes) -> None:
         """Append whole lines with one write; all of them or none. Raises OSError."""
 
 
@@ -73,7 +73,7 @@ class Intake:
         return self._record is not None
 
     def open(self) -> None:
-        """Open or make the record and rebuild the state from it. Raises OSError; then nothing has changed."""
+        """Open or make the record and rebuild the state from it. Raises OSError; it may then be tried again."""
         record, lines = self._open_record()
         owed: deque[Action] = deque()
         restarted = False
@@ -84,6 +84,8 @@ class Intake:
                 self._log(f"a line of the record is unreadable: {error}")
                 continue
             restarted = True
+            if event.seq <= self.acked(event.source, event.session).get(event.attempt, 0):
+                continue
             self._count(event)
             if event.source == SOURCE and event.kind == "command":
                 self._recall(event.data, owed)
@@ -196,7 +198,7 @@ class Intake:
         if self._record is None or now < self._retry_at:
             return False
         try:
-            self._record.append(b"".join(self._unwritten))
+            self._record.append_lines(b"".join(self._unwritten))
         except OSError as error:
             self._retry_at = now + RETRY_WRITE_EVERY
             if not self._complained:
