@@ -8,8 +8,8 @@ How each site is reached, and why there:
 - activation, saved: hooks on the modules, on every rank alike, so that a compiled module is cut at the same places
   everywhere; they are kept in replays.
 - gradient: a hook on the parameter, which sees the gradient of this backward as autograd made it. Further on, in DDP's
-  bucket, the fault would come after the audit's fingerprint and no replay could show it. A replay computes on aliases
-  of the parameters, which have no hooks: it hands each gradient to `replayed_gradient`.
+  bucket, the fault would come after the audit's fingerprint and no replay could show it. The hook is kept in front of
+  the fingerprint's, and put on the stand-ins that a replay uses for the parameters.
 - input: before DDP's forward, so that the captured micro-batch has the wrong input too.
 - loss: the roots' values just before the backward.
 - buffer: in the forward, after DDP has synced the buffers (earlier, the sync would undo it or spread it to everyone).
@@ -21,10 +21,23 @@ import functools
 import weakref
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from sdcrun.shim.inject_base import Fault, Faults
-from sdcrun.shim.inject_hooks import Saving, first_tensor, matching, named_tensors, replaced, with_path, with_tensor
+from sdcrun.shim.inject_hooks import (
+    Saving,
+    first_tensor,
+    mark,
+    marked,
+    marked_first,
+    matching,
+    named_tensors,
+    replaced,
+    with_path,
+    with_tensor,
+)
 from sdcrun.shim.inject_values import takes
+from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.state import keep_in_replay, replaying
 
 
@@ -51,13 +64,14 @@ class Injector(Faults):
             fault.guard = weakref.ref(guard)
             if site in ("activation", "saved"):
                 self._hook_modules(fault, guard)
-            elif site == "gradient" and self._mine(fault):
-                for name in fault.names:
-                    guard.parameters[name].register_hook(self._gradient_hook(fault, fault.guard, name))
+            elif site == "gradient":
+                self._hook_gradients(fault, guard)
             elif site == "input" and self._mine(fault):
                 guard.ddp.register_forward_pre_hook(self._input_hook(fault, fault.guard), with_kwargs=True)
-            elif site == "loss" and self._mine(fault):
-                self._watch_backward(fault)
+            elif site == "buffer" and self._mine(fault):
+                self._watch_forward(fault)
+            if site in ("gradient", "loss") and self not in autograd.observers:
+                autograd.observers.insert(0, self)
 
     # -- activation, saved --------------------------------------------------------------------------------------------
 
@@ -135,32 +149,57 @@ class Injector(Faults):
 
     # -- gradient -----------------------------------------------------------------------------------------------------
 
+    def _hook_gradients(self, fault: Fault, guard) -> None:
+        if self._mine(fault):
+            for name in fault.names:
+                guard.parameters[name].register_hook(self._gradient_hook(fault, fault.guard, name))
+        guard.module.register_forward_pre_hook(self._kept(self._shadow_hook(fault, fault.guard)))
+
     def _gradient_hook(self, fault: Fault, reference, name: str):
         def hook(gradient):
             guard = reference()
-            if guard is None or not guard.window_open or replaying():
+            if guard is None or not guard.window_open:
                 return None
-            fault.saw(guard.group.step, name)
-            return self._wrong_gradient(fault, guard, name, gradient, "step")
+            step = guard.group.step
+            if not replaying():
+                fault.saw(step, name)
+            if not self._active(fault, step) or not fault.choose(step, name, self._rng(fault, step, "tensor")):
+                return None
+            wrong = self._wrong_copy(fault, guard, gradient, name, step)
+            return None if wrong is None else replaced(gradient, wrong)
 
-        # The audit's fingerprint must come after this hook: it looks for the mark.
-        hook._sdcrun = True
+        return mark(hook)
+
+    def _shadow_hook(self, fault: Fault, reference):
+        """A replay computes on stand-ins of the parameters: each gets the hook when the module is called with them."""
+
+        def hook(module, inputs):
+            guard = reference()
+            if guard is None or not replaying() or not self._active(fault, guard.group.step):
+                return
+            for name, parameter in module.named_parameters():
+                if name in fault.names and parameter.requires_grad and not marked(parameter):
+                    parameter.register_hook(self._gradient_hook(fault, reference, name))
+                    marked_first(parameter)
+
         return hook
 
-    def _wrong_gradient(self, fault: Fault, guard, name: str, gradient, phase: str):
-        step = guard.group.step
-        if not self._active(fault, step) or not fault.choose(step, name, self._rng(fault, step, "tensor")):
-            return None
-        wrong = self._wrong_copy(fault, guard, gradient, name, step, phase)
-        return None if wrong is None else replaced(gradient, wrong)
-
-    def replayed_gradient(self, guard, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """A parameter's gradient as this device computes it in a replay: `gradient` itself, or a wrong copy."""
-        for fault in self._of(guard, "gradient"):
-            if fault.spec.where == "device" and name in fault.names:
-                wrong = self._wrong_gradient(fault, guard, name, gradient, "replay")
-                gradient = gradient if wrong is None else wrong
-        return gradient
+    def around_backward(self, run, tensors, grad_tensors, options: dict):
+        """Observer of outermost backwards, the innermost of all: fingerprints of gradients are in place by now, and the
+        faults must come before them; the loss is made wrong where the script still reads it."""
+        for fault in self.faults:
+            guard = fault.guard() if fault.guard is not None else None
+            if guard is None or not guard.window_open or not self._active(fault, guard.group.step):
+                continue
+            if fault.spec.site == "gradient":
+                for name in fault.names:
+                    marked_first(guard.parameters[name])
+            elif fault.spec.site == "loss":
+                roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+                root = next((t for t in roots if isinstance(t, torch.Tensor) and takes(t, fault.spec.kind)), None)
+                if root is not None:
+                    self._strike(fault, guard, root, "loss", guard.group.step)
+        return run(tensors, grad_tensors, options)
 
     def gradient(self, guard, bucket) -> None:
         """In the comm hook, before the reduction. Gradient faults are already in, by the parameters' hooks; noted here
@@ -195,10 +234,23 @@ class Injector(Faults):
             self._strike_one(fault, guard, {name: guard.parameters[name] for name in fault.names}, step)
 
     def buffer(self, guard, step: int) -> None:
-        """In a forward of window `step`, after DDP's sync of the buffers and before their fingerprint."""
+        """In the first forward of window `step`, after DDP's sync of the buffers and before they are remembered."""
         for fault in self._of(guard, "buffer"):
             buffers = dict(guard.module.named_buffers())
             self._strike_one(fault, guard, {name: buffers[name] for name in fault.names if name in buffers}, step)
+
+    def _watch_forward(self, fault: Fault) -> None:
+        original = DistributedDataParallel._run_ddp_forward
+
+        @functools.wraps(original)
+        def _run_ddp_forward(ddp, *inputs, **kwargs):
+            guard = fault.guard()
+            if guard is not None and guard.ddp is ddp and not replaying():
+                if torch.is_grad_enabled() and guard.module.training and not guard.group.off_reason:
+                    self.buffer(guard, guard.group.step)
+            return original(ddp, *inputs, **kwargs)
+
+        DistributedDataParallel._run_ddp_forward = torch._disable_dynamo(_run_ddp_forward, recursive=False)
 
     def optimizer(self, guard, optimizer, step: int) -> None:
         """After the update of window `step`; state is named `parameter.key`. Step counters are hit only by name."""
@@ -230,7 +282,7 @@ class Injector(Faults):
         name = self._rng(fault, step, "tensor").choice(fitting)
         self._strike(fault, guard, tensors[name], name, step)
 
-    # -- input, loss --------------------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------------------------
 
     def _input_hook(self, fault: Fault, reference):
         def hook(module, args, kwargs):
@@ -253,32 +305,6 @@ class Injector(Faults):
             return None if wrong is None else with_path((args, kwargs), path, replaced(tensor, wrong))
 
         return torch._disable_dynamo(hook)
-
-    def _watch_backward(self, fault: Fault) -> None:
-        original, depth = torch.autograd.backward, 0
-
-        @functools.wraps(original)
-        def backward(tensors, *args, **kwargs):
-            nonlocal depth
-            if not depth:
-                self.loss(fault, (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors))
-            # Reentrant activation checkpointing calls backward within a backward; its roots are no losses.
-            depth += 1
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                depth -= 1
-
-        torch.autograd.backward = backward
-
-    def loss(self, fault: Fault, roots: tuple) -> None:
-        """Just before a backward from `roots`: the first one's value, in place, as the script reads it afterwards."""
-        guard = fault.guard()
-        if guard is None or not guard.window_open or not self._active(fault, guard.group.step):
-            return
-        root = next((t for t in roots if isinstance(t, torch.Tensor) and takes(t, fault.spec.kind)), None)
-        if root is not None:
-            self._strike(fault, guard, root, "loss", guard.group.step)
 
     # -- checkpoint ---------------------------------------------------------------------------------------------------
 

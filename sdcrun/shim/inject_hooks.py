@@ -34,6 +34,27 @@ def replaced(tensor: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
     return wrong
 
 
+def mark(hook):
+    """Marks a hook on a parameter as one that puts a fault in."""
+    hook._sdcrun = True
+    return hook
+
+
+def marked(parameter: torch.Tensor) -> list[int]:
+    """Keys of the marked hooks on a parameter."""
+    return [key for key, hook in (parameter._backward_hooks or {}).items() if getattr(hook, "_sdcrun", False)]
+
+
+def marked_first(parameter: torch.Tensor) -> None:
+    """Puts the marked hooks in front of all others, so that whoever looks at the gradient sees the fault."""
+    hooks, keys = parameter._backward_hooks, marked(parameter)
+    if keys and list(hooks)[: len(keys)] != keys:
+        # C++ walks the dict in its own order and does not notice move_to_end().
+        items = [(key, hooks[key]) for key in keys] + [item for item in hooks.items() if item[0] not in keys]
+        hooks.clear()
+        hooks.update(items)
+
+
 def matching(names, glob: str) -> list[str]:
     """Names that match; the root's empty name only where nothing else does or it is what was asked for."""
     found = [name for name in names if fnmatchcase(name, glob)]

@@ -21,7 +21,10 @@ from sdcrun.shim.guard import Guard
 from sdcrun.shim.inject import Injector
 from sdcrun.shim.inject_device import home_of
 from sdcrun.shim.inject_values import Hit, strike
-from sdcrun.shim.replay.state import replay_scope
+from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay.record import Recorder
+from sdcrun.shim.replay.run import replay
+from sdcrun.shim.replay.state import kept_in_replay
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,8 +35,11 @@ def process_group():
 
 
 @pytest.fixture(autouse=True)
-def backward_as_it_was(monkeypatch):
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+def backward_watched():
+    autograd.install()
+    yield
+    autograd.observers.clear()
+    autograd.undo()
 
 
 class Net(nn.Module):
@@ -375,28 +381,58 @@ def test_draws_vary_with_the_seed_and_the_step():
 # -- replay ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["device", "step"])
+def recorded(rank):
+    """One step recorded and replayed on this rank: (what the owner computed, what its replay did)."""
+    recorder = Recorder([rank.guard], pick=0)
+    autograd.observers.append(recorder)
+    rank.guard.window_open = True
+    batch = torch.randn(5, 6)
+    token = recorder.before_forward(0, (batch,), {})
+    output = rank.model(batch)
+    recorder.after_forward(token, output)
+    recorder.left_ddp(token, output)
+    output.square().mean().backward()
+    autograd.observers.remove(recorder)
+    assert recorder.pack() is None
+    result = replay(recorder.case.program, [rank.guard], recorder.callbacks)
+    return recorder.case.expected, result.table
+
+
 @pytest.mark.parametrize("site", ["activation", "saved", "gradient"])
-def test_a_device_s_fault_fires_in_replays_and_a_transient_does_not(site, where):
-    rank = Rank(f"{site}:rank=0,step=0,tensor=second*,kind=scale,by=3,where={where}")
-    rank.forward(torch.randn(5, 6)).sum().backward()
-    first = rank.injected()
-    with replay_scope():
-        out = rank.model(torch.randn(5, 6))
-        gradients = dict(zip(rank.guard.parameters, torch.autograd.grad(out.sum(), list(rank.guard.parameters.values()),
-                                                                        allow_unused=True), strict=True))
-        for name, gradient in gradients.items():
-            if gradient is not None:
-                rank.injector.replayed_gradient(rank.guard, name, gradient)
-    again = rank.injected()[len(first):]
-    assert len(first) == 1 and first[0]["phase"] == "step"
-    assert [(e["phase"], e["tensor"], e["index"]) for e in again] == (
-        [("replay", first[0]["tensor"], first[0]["index"])] if where == "device" else [])
+def test_the_audit_sees_a_fault_and_its_replay_has_it_where_the_device_does(site):
+    healthy, _ = recorded(Rank())
+    place = "tensor=first.weight" if site == "gradient" else "tensor=second"
+    for where in ("device", "step"):
+        rank = Rank(f"{site}:rank=0,step=0,{place},kind=scale,by=3,where={where}")
+        owned, replayed = recorded(rank)
+        wrong = {name for name in healthy if owned[name] != healthy[name]}
+        again = {name for name in healthy if replayed[name] != healthy[name]}
+        assert wrong and again == (wrong if where == "device" else set())
+        assert wrong == {"0:first.weight"} or site != "gradient"
+        events = [(e["phase"], e["tensor"], e["index"]) for e in rank.injected()]
+        _, tensor, index = events[0]
+        assert events == [("step", tensor, index), ("replay", tensor, index)][: 2 if where == "device" else 1]
+
+
+def test_a_loss_fault_is_in_what_the_audit_compares():
+    healthy, _ = recorded(Rank())
+    owned, replayed = recorded(Rank("loss:rank=0,step=0,bit=3"))
+    assert {name for name in healthy if owned[name] != healthy[name]} == {"loss"} and replayed == healthy
+
+
+def test_gradient_faults_come_before_the_script_s_own_hooks():
+    seen = []
+    rank = Rank("gradient:rank=0,step=1,tensor=first.bias,kind=nan,index=0")
+    parameter = rank.model.first.bias
+    handle = parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
+    hooks = parameter._backward_hooks
+    items = sorted(hooks.items(), key=lambda item: item[0] != handle.id)
+    hooks.clear(), hooks.update(items)
+    rank.step(), rank.step()
+    assert math.isfinite(seen[0]) and math.isnan(seen[1])
 
 
 def test_hooks_are_marked_for_the_replay():
-    from sdcrun.shim.replay.state import kept_in_replay
-
     rank = Rank("activation:tensor=first", "saved:tensor=second", "gradient:tensor=first.bias")
     assert all(kept_in_replay(h) for h in rank.model.first._forward_hooks.values()) and rank.model.first._forward_hooks
     assert all(kept_in_replay(h) for h in rank.model.second._forward_pre_hooks.values())
