@@ -73,6 +73,8 @@ def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
             runtime.recording = runtime.recording or audit
             if group.auditor is not None:
                 group.auditor.window_opens(group.step, audit)
+        if runtime.injector is not None:
+            runtime.injector.buffer(guard, group.step)
         guard.open_window()
         guard.buffers_synced = ddp.will_sync_module_buffers()
     token = None

@@ -196,16 +196,16 @@ class WeightVote:
                     self._word(step, table.kind, name, other, tensor, group.ranks[0])
 
     def _word(self, step: int, kind: str, name: str, expected: torch.Tensor, observed: torch.Tensor, peer: int) -> None:
-        difference = fingerprint.differing_words(expected, observed)
-        if difference.words == 0:
+        difference = fingerprint.differing_words(expected, observed).as_dict()
+        if difference["words"] == 0:
             return
         self.group.emit(
             "word",
             {"step": step, "table": kind, "tensor": name, "dtype": str(observed.dtype).removeprefix("torch."),
-             "shape": list(observed.shape), "words": difference.words, "index": difference.index,
-             "expected": difference.expected, "observed": difference.observed,
-             "expected_value": difference.expected_value, "observed_value": difference.observed_value,
-             "bits": list(difference.bits), "peer": peer, "rank": self.group.ranks[self.group.rank]},
+             "shape": list(observed.shape), "words": difference["words"], "index": difference["index"],
+             "expected": difference["expected_word"], "observed": difference["observed_word"],
+             "expected_value": difference["expected_value"], "observed_value": difference["observed_value"],
+             "bits": difference["element_bits"], "peer": peer, "rank": self.group.ranks[self.group.rank]},
         )  # fmt: skip
 
     def _buffers(self, step: int) -> None:
