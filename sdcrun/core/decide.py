@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from sdcrun.core import policy, words
 from sdcrun.core.ledger import CaseKey
-from sdcrun.core.state import State, close, observe
+from sdcrun.core.observe import observe
+from sdcrun.core.state import State, close
 from sdcrun.core.types import Action, Config, Event
 
 __all__ = ["State", "apply", "fold", "initial", "finish", "pending", "tick"]

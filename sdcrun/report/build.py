@@ -77,14 +77,6 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
     }
 
 
-def unexplained(report: dict[str, Any]) -> bool:
-    """Whether a report holds a finding that neither an injected fault nor triage explains, or a fault that went wrong.
-    """
-    explained = {Verdict.CLEAN_AFTER_TRIAGE.value, Verdict.AMP_OVERFLOW.value, Verdict.NOT_HARDWARE.value}
-    open_findings = any(f["verdict"] not in explained and not f["injected"] for f in report["findings"])
-    return open_findings or any(row["problem"] for row in report["injected"])
-
-
 def _iso(time: Any) -> str | None:
     if not isinstance(time, (int, float)):
         return None

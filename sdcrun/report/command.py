@@ -1,0 +1,167 @@
+"""What `sdcrun report` and `sdcrun jobs` do, and the views that a run leaves in its job folder."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sdcrun.core import words
+from sdcrun.core.types import Config
+from sdcrun.report import build, handoff, store
+from sdcrun.report.store import JobError, Reading
+from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplained
+
+VIEWS = {"json": "report.json", "text": "report.txt"}
+TOOL_ERROR = 2
+
+
+def load(job_dir: str | os.PathLike[str], reading: Reading | None = None) -> tuple[dict[str, Any], Any]:
+    """(report, state) of a job folder. Raises JobError with one clear line when there is nothing to report on."""
+    reading = reading if reading is not None else Reading()
+    job = store.read_job(job_dir)
+    state = build.fold(_config(job, job_dir), store.read_events(job_dir, reading))
+    if not reading.events:
+        cut = " but a line that is cut off" if reading.torn else ""
+        raise JobError(f"{job_dir}: no events{cut} in {store.EVENTS}; the job never started, or the folder is broken")
+    notes = []
+    if reading.unreadable:
+        notes.append(f"{words.count(reading.unreadable, 'line')} of the record could not be read.")
+    if reading.torn:
+        notes.append("The last line of the record is cut off: whoever wrote it was killed. It is left out.")
+    if reading.recovered:
+        notes.append(
+            f"{words.count(reading.recovered, 'event')} came from spool files: no controller had taken them in."
+        )
+    return build.build(state, job, notes), state
+
+
+def _config(job: dict[str, Any], job_dir: str | os.PathLike[str]) -> Config:
+    """The job's settings; those that cannot be read are the defaults."""
+    given = job.get("config") if isinstance(job.get("config"), dict) else {}
+    known = {key: value for key, value in given.items() if key in Config.__dataclass_fields__}
+    try:
+        config = Config.from_json(known)
+    except (TypeError, ValueError):
+        config = Config()
+    if config.job_id:
+        return config
+    name = str(job.get("job_id") or Path(job_dir).resolve().name)
+    return Config.from_json({**config.to_json(), "job_id": name})
+
+
+def report(job: str | None = None, format: str = "text", output: str | None = None,
+           root: str | os.PathLike[str] | None = None, commands: str | None = None) -> int:  # fmt: skip
+    """Print or write one view of a job. Returns 0 when it is clean, 1 with any unexplained finding, 2 on an error."""
+    try:
+        folder, reading = store.find_job(job, root), Reading()
+        data, state = load(folder, reading)
+        if reading.torn or reading.unreadable:
+            broken = "its last line is cut off" if reading.torn else f"{reading.unreadable} lines cannot be read"
+            _complain(f"note: {folder / store.EVENTS} is damaged ({broken}); the rest is reported")
+        if commands is not None:
+            text = _commands(data, commands)
+        elif format == "text" and output is None:
+            _module("text").show(data, sys.stdout)
+            return int(unexplained(data))
+        else:
+            text = _renderer(format)(data, state)
+        _put(text, output)
+    except JobError as error:
+        _complain(f"error: {words.clean(error, 1000)}")
+        return TOOL_ERROR
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        _complain(f"error: {words.clean(error.filename or '', 300)}: {error.strerror or error}")
+        return TOOL_ERROR
+    return int(unexplained(data))
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"sdcrun.report.render.{name}")
+
+
+def _renderer(format: str) -> Callable[[dict[str, Any], Any], str]:
+    """The function (report, state) -> text of a format; raises JobError for an unknown one."""
+    if format not in VIEWS:
+        raise JobError(f"no format {format!r}; there are {', '.join(VIEWS)}")
+    return lambda data, state: _module(format).render(data)
+
+
+def _commands(data: dict[str, Any], platform: str) -> str:
+    if platform not in handoff.PLATFORMS:
+        raise JobError(f"no platform {platform!r}; there are {', '.join(handoff.PLATFORMS)}")
+    return handoff.render(data, platform)
+
+
+def _put(text: str, output: str | None) -> None:
+    if output is None or output == "-":
+        sys.stdout.write(text)
+    else:
+        store.replace_file(output, text)
+
+
+def _complain(text: str) -> None:
+    print(f"[sdcrun] {text}", file=sys.stderr)
+
+
+def jobs(root: str | os.PathLike[str] | None = None) -> int:
+    """List the jobs, the newest first. Returns 0, or 2 when there are none."""
+    folders = store.list_jobs(root)
+    if not folders:
+        _complain(f"error: no jobs in {words.clean(store.jobs_root(root), 300)}")
+        return TOOL_ERROR
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("JOB", "STARTED", "STATUS", "RANKS", "STEPS", "VERDICT"):
+        table.add_column(title, no_wrap=title != "VERDICT", overflow="fold")
+    for folder in folders:
+        table.add_row(*_job_row(folder))
+    out = sys.stdout
+    console = Console(file=out) if out.isatty() else Console(file=out, width=160, color_system=None)
+    console.print(table)
+    return 0
+
+
+def _job_row(folder: Path) -> list[Text]:
+    try:
+        data, _ = load(folder)
+    except (JobError, OSError) as error:
+        return [Text(words.clean(folder.name)), *[Text("-")] * 4, Text(words.clean(error, 200), "yellow")]
+    level, text = headline(data)
+    code = "" if data["exit_code"] is None else f" ({data['exit_code']})"
+    return [
+        Text(words.clean(folder.name)),
+        Text(str(data["started_at"] or "?")),
+        Text(data["status"] + code),
+        Text(f"{data['guarded_ranks']}/{data['world_size']}"),
+        Text(f"{data['steps']['seen']:,}"),
+        Text(text, LEVEL_STYLES[level]),
+    ]
+
+
+def write_views(job_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write every view of a job into its folder; returns the report. Raises JobError or OSError."""
+    data, state = load(job_dir)
+    for format, name in VIEWS.items():
+        store.replace_file(Path(job_dir) / name, _renderer(format)(data, state))
+    return data
+
+
+def closing(config: Config, code: int) -> list[str]:
+    """Write the views of a job that has ended with `code`; returns the last lines for its user."""
+    try:
+        data = write_views(config.job_dir)
+    except (JobError, OSError) as error:
+        return [f"no report could be written: {words.clean(error, 300)}"]
+    _, text = headline(data)
+    lines = [f"{text} ({words.count(data['steps']['seen'], 'step')}, exit code {code})"]
+    path = words.clean(os.path.join(config.job_dir, VIEWS["text"]), 300)
+    return [*lines, f"report: {path}   next: {next_command(data)}"]

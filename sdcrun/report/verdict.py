@@ -1,0 +1,94 @@
+"""The report's answer in one or two sentences, for every view. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sdcrun.core import words
+
+EXPLAINED = ("clean-after-triage", "amp-overflow", "not-hardware")
+GOOD, WATCH, BAD = "good", "watch", "bad"
+LEVEL_STYLES = {GOOD: "bold green", WATCH: "bold yellow", BAD: "bold red"}
+
+
+def unexplained(report: dict[str, Any]) -> bool:
+    """Whether a report holds a finding that neither an injected fault nor triage explains, or a fault that went wrong.
+    """
+    open_findings = any(f["verdict"] not in EXPLAINED and not f["injected"] for f in report["findings"])
+    return open_findings or any(row["problem"] for row in report["injected"])
+
+
+def headline(report: dict[str, Any]) -> tuple[str, str]:
+    """(level, text): "good", "watch" or "bad", and what a reader must know first."""
+    level, text = _finding_text(report)
+    missing = len({row["rank"] for row in report["unguarded"]})
+    if missing and report["guarded_ranks"]:
+        level = WATCH if level == GOOD else level
+        text += (
+            f" {words.count(missing, 'rank')} of {report['world_size']} {'was' if missing == 1 else 'were'} UNGUARDED."
+        )
+    return level, text
+
+
+def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
+    suspects = [s for s in report["suspects"] if not s["injected"]]
+    confirmed = [s for s in suspects if s["verdict"] == "confirmed"]
+    if confirmed:
+        return BAD, f"Confirmed: {_devices(confirmed)} computed wrongly more than once. Take it out of service."
+    wrong = [row for row in report["injected"] if row["problem"]]
+    if wrong:
+        return BAD, (f"The smoke run failed: {words.count(len(wrong), 'fault')} of {len(report['injected'])} "
+                     f"went wrong ({words.clean(wrong[0]['spec'], 80)}: {wrong[0]['problem']}).")  # fmt: skip
+    strikes = [s for s in suspects if s["strikes"]]
+    if strikes:
+        return BAD, f"Suspect: {_devices(strikes)}. One finding so far; a second, independent one confirms it."
+    if any(f["rule"] == "no-majority" for f in report["findings"] if not f["injected"]):
+        return BAD, "The replicas differ and no version has a majority: do not trust the weights of this run."
+    left = [f for f in report["findings"] if f["verdict"] not in EXPLAINED and not f["injected"]]
+    if left:
+        steps = words.count(len({(f["attempt"], f["step"]) for f in left}), "step")
+        named = [s for s in suspects if not s["strikes"]]
+        who = f"{_devices(named)} alone, without a strike" if named else "no device is accused"
+        return (
+            WATCH,
+            f"Something was wrong in {steps} ({who}); data, learning rate and code are more likely than hardware.",
+        )
+    if report["injected"]:
+        return GOOD, _smoke_text(report)
+    if report["findings"]:
+        return GOOD, "No sign of bad hardware; what was found has another explanation."
+    if not report["guarded_ranks"]:
+        return WATCH, "Nothing was guarded, so this report says nothing about the hardware."
+    return GOOD, f"No corruption was found in {words.count(report['steps']['seen'], 'step')}."
+
+
+def _smoke_text(report: dict[str, Any]) -> str:
+    rows = report["injected"]
+    caught = sum(1 for row in rows if row["caught_by"])
+    unseen = sum(1 for row in rows if row["by_design_unseen"] and not row["caught_by"])
+    named = sum(1 for row in rows if row["named_right"])
+    text = f"{caught} of {words.count(len(rows), 'injected fault')} caught, in {named} exactly the right devices named."
+    if unseen:
+        text += f" {unseen} cannot be seen by any check of this run."
+    return text
+
+
+def _devices(suspects: list[dict[str, Any]]) -> str:
+    named = [f"rank {s['rank']} ({words.clean(s['device']['host'], 60)}, {words.clean(s['device']['uuid'], 60)})"
+             for s in suspects[:3]]  # fmt: skip
+    more = f" and {len(suspects) - 3} more" if len(suspects) > 3 else ""
+    return f"{', '.join(named)}{more}"
+
+
+def counts(report: dict[str, Any]) -> str:
+    """ "1,000 steps, 990 committed, 10 skipped"."""
+    steps = report["steps"]
+    return f"{words.count(steps['seen'], 'step')}, {steps['committed']:,} committed, {steps['skipped']:,} skipped"
+
+
+def next_command(report: dict[str, Any]) -> str:
+    """What to type next."""
+    job = words.clean(report["job_id"] or "JOB", 80)
+    if any(s["verdict"] == "confirmed" and not s["injected"] for s in report["suspects"]):
+        return f"sdcrun report {job} --commands slurm|kubernetes|hyperpod|gcloud"
+    return f"sdcrun report {job}"
