@@ -68,8 +68,10 @@ def judge(audit: Audit, history: History | None = None, attempt: int = 0) -> lis
     if kind != MISMATCH:
         return []
     born = {c.owner for c in audit.comparisons if c.nonfinite_owner}
+    convicted = convictions(audit)
+    settled = {c.owner for c in convicted}
     against: dict[int, list[Conviction]] = {}
-    for conviction in convictions(audit):
+    for conviction in convicted:
         if conviction.owner != conviction.rank or conviction.owner not in born:
             against.setdefault(conviction.rank, []).append(conviction)
     found = [_accuse(audit, history, attempt, rank, against[rank]) for rank in sorted(against)]
@@ -78,7 +80,7 @@ def judge(audit: Audit, history: History | None = None, attempt: int = 0) -> lis
     if restless is not None and restless not in explained:
         found.append(_own_replay(audit, history, attempt, restless))
         explained.add(restless)
-    unclear = [pair for pair in _unsettled(audit) if not explained & set(pair)]
+    unclear = [pair for pair in audit.disputed() if pair[0] not in settled and not explained & set(pair)]
     if unclear:
         found.append(_unclear(audit, history, attempt, unclear))
     return found
@@ -97,12 +99,6 @@ def wanders(rank: int, domains: Sequence[int], history: History) -> bool:
     """
     struck = set(history.transients) | {rank}
     return len(struck) >= max(3, -(-len(set(domains)) // 4))
-
-
-def _unsettled(audit: Audit) -> list[tuple[int, int]]:
-    """Disputed (owner, replayer) in whose case nobody is convicted."""
-    settled = {c.owner for c in convictions(audit)}
-    return [pair for pair in audit.disputed() if pair[0] not in settled]
 
 
 def _restless(audit: Audit) -> int | None:

@@ -88,8 +88,8 @@ def convictions(audit: Audit) -> list[Conviction]:
     if audit.weights_agree is False or not_replayable(audit):
         return []
     result = []
-    for owner in sorted(audit.cases):
-        held = opinions(audit, owner)
+    for owner, made in sorted(audit.cases.items()):
+        held = opinions(audit, owner) if any(c.failed for c in made) else []
         agreed = _agreed(held)
         if agreed is None:
             continue

@@ -14,10 +14,10 @@ from typing import Any
 class VoteResult:
     """Outcome of one vote; the same on every rank that has all tables.
 
-    - `minority`: tensor name to the ranks whose fingerprint differs from that of a strict majority of all ranks,
-    sorted. - `no_majority`: names of tensors that differ and of which no version is held by more than half of the
-    ranks. - `sources`: name of each tensor with a minority to the rank a repair takes it from. - `clean`: ranks in no
-    minority, sorted.
+    - `minority`: tensor name to the ranks whose row differs from that of a strict majority of all ranks, sorted.
+    - `no_majority`: names of tensors that differ and of which no version is held by more than half of the ranks.
+    - `sources`: name of each tensor with a minority to the rank a repair takes it from.
+    - `clean`: ranks in no minority, sorted.
     """
 
     minority: dict[str, list[int]] = field(default_factory=dict)
