@@ -1,0 +1,127 @@
+"""A step as a program: what has to be done again, in order, to get one backward's gradients.
+
+Values are named by references: ("v", n) computed by the program · ("x", n) a tensor from outside, shipped by value ·
+("p", g, name) a parameter of the g-th guarded module of the group. Programs travel between ranks of one job that run the
+same script, under the same trust as the script itself; they are pickled and never leave the data plane.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sdcrun.shim.microbatch import Autocast, Packed, Random
+
+Ref = tuple
+
+FULL, FALLBACK, FORWARD = "full", "fallback", "forward"
+
+
+@dataclass
+class Entry:
+    """One thing the program does. `blob`: pickled arguments; `uses`, `outs`: references read and made; `writes`:
+    references changed in place."""
+
+    blob: bytes = b""
+    uses: list[Ref] = field(default_factory=list)
+    outs: list[Ref] = field(default_factory=list)
+    writes: list[Ref] = field(default_factory=list)
+    grad_mode: bool = True
+    random: Random | None = None
+
+
+@dataclass
+class Call(Entry):
+    """Forward of the `guard`-th module of the group. `epoch` counts how often autocast's cache of casts was emptied
+    before; `acting` are the places of hooks that take part (None: hooks run as they are); `compiled`: under dynamo."""
+
+    guard: int = 0
+    autocast: Autocast | None = None
+    epoch: int = 0
+    attributes: dict = field(default_factory=dict)
+    buffers: dict[str, Ref] = field(default_factory=dict)
+    held: dict[tuple[str, str], Ref] = field(default_factory=dict)
+    acting: set | None = None
+    compiled: bool = False
+
+
+@dataclass
+class Op(Entry):
+    """One operator call below autograd and autocast; `name` is "namespace.operator.overload"."""
+
+    name: str = ""
+
+
+@dataclass
+class Apply(Entry):
+    """A custom autograd.Function's `apply`; the blob holds (class, args, kwargs)."""
+
+    autocast: Autocast | None = None
+
+
+@dataclass
+class Gradient(Entry):
+    """torch.autograd.grad; the blob holds (outputs, inputs, args, kwargs)."""
+
+
+@dataclass
+class Backward(Entry):
+    """torch.autograd.backward from `roots`; the blob holds the gradients of the roots. In a fallback program `given` are
+    (reference of a module's output, reference of its gradient) instead, and there are no roots; `outputs` are then
+    compared instead of the loss."""
+
+    roots: list[Ref] = field(default_factory=list)
+    given: list[tuple[Ref, Ref]] = field(default_factory=list)
+    outputs: list[Ref] = field(default_factory=list)
+    create_graph: bool = False
+
+
+@dataclass
+class Program:
+    """What a replayer needs. `kind`: FULL (the script's loss is recomputed), FALLBACK (starts its backward from the
+    recorded gradients of the module's outputs) or FORWARD (no backward). `guards`: modules whose gradients count.
+    `why`: why it is not FULL. `position` of `window`: place of this backward among those of the window (from 0)."""
+
+    entries: list[Entry]
+    externals: dict[Ref, Packed]
+    guards: list[int]
+    kind: str = FULL
+    why: str = ""
+    position: int = 0
+    window: int = 1
+    strict: bool = False
+
+    def dumps(self) -> bytes:
+        """The program as bytes, behind their own digest."""
+        body = pickle.dumps(self, protocol=5)
+        return hashlib.blake2b(body, digest_size=16).digest() + body
+
+    @classmethod
+    def loads(cls, data: bytes) -> Program:
+        """Inverse of `dumps`; raises ValueError when the bytes were damaged on their way."""
+        if hashlib.blake2b(data[16:], digest_size=16).digest() != data[:16]:
+            raise ValueError("the micro-batch was damaged on its way")
+        return pickle.loads(data[16:])
+
+
+def operator(name: str) -> Any:
+    """The operator overload of that name."""
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def prune(entries: list[Entry], roots: list[Ref], alias: dict[Ref, Any]) -> list[Entry]:
+    """The entries that `roots` depend on, in order. `alias` maps a reference to its storage, so that a write through one
+    view keeps everything that shares memory with it."""
+    needed = {alias.get(ref, ref) for ref in roots}
+    kept = []
+    for entry in reversed(entries):
+        made = [alias.get(ref, ref) for ref in (*entry.outs, *entry.writes)]
+        if any(ref in needed for ref in made):
+            kept.append(entry)
+            needed.update(alias.get(ref, ref) for ref in entry.uses)
+    return kept[::-1]

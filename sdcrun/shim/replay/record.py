@@ -1,0 +1,335 @@
+"""Recording one window of training until the backward that will be audited.
+
+Before a backward runs, the recorder decides how it can be replayed: whole, from the gradients of the modules' outputs, or
+not at all. The last is said with its reason; a backward that would differ falsely is never offered for a comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
+from sdcrun.shim.replay import compiled, modulestate
+from sdcrun.shim.replay.collect import GradientTable, values_table
+from sdcrun.shim.replay.graph import reaches
+from sdcrun.shim.replay.hooks import HookWatch
+from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
+from sdcrun.shim.replay.tape import Tape, version_of
+
+def collective_counts() -> list[int]:
+    """How many collectives were started on each process group."""
+    counts = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        try:
+            counts.append(group._get_sequence_number_for_group())
+        except RuntimeError:
+            counts.append(-1)
+    return counts
+
+
+class Token:
+    """What `before_forward` hands to `after_forward`."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.shown: list[torch.Tensor] = []
+        self.collectives: list[int] = []
+        self.opaque: dict = {}
+        self.versions: list[int] = []
+
+
+class Case:
+    """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint)."""
+
+    def __init__(self, program: Program, losses: list[float]) -> None:
+        self.program = program
+        self.losses = losses
+        self.expected: dict[str, tuple[int, int]] = {}
+        self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+
+class Recorder:
+    """Records the forwards of `guards` (all modules of a group) and stops after its `pick`-th backward (from 0) that
+    reaches their parameters; `case` is then the recorded backward, or `declined` says why there is none."""
+
+    def __init__(self, guards: list, pick: int) -> None:
+        self.guards, self.pick = guards, pick
+        self.case: Case | None = None
+        self.declined: str | None = None
+        self.done = False
+        self.backwards = 0
+        self.callbacks: dict[int, Any] = {}
+        self._epoch = 0
+        self._sentinel: tuple | None = None
+        self._watches: dict[int, HookWatch] = {}
+        self._outputs: list[tuple[Ref, torch.Tensor, int, Any, int]] = []
+        self._hooks: list = []
+        self._compared: list[torch.Tensor] = []
+        parameters = {}
+        for place, guard in enumerate(guards):
+            for name, parameter in guard.module.named_parameters(remove_duplicate=False):
+                parameters.setdefault(id(parameter), (parameter, ("p", place, name)))
+        self.tape = Tape(parameters)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def before_forward(self, place: int, inputs: tuple, kwargs: dict) -> Token | None:
+        """The forward of the `place`-th module begins with these arguments."""
+        if self.done:
+            return None
+        self.tape.stop()
+        module = self.guards[place].module
+        call = Call(guard=place, random=Random.now().shipped(), autocast=Autocast.now(), grad_mode=True)
+        token = Token(call)
+        self._count_caches(module)
+        call.epoch = self._epoch
+        try:
+            call.blob, call.uses = self._inputs((inputs, kwargs))
+        except Exception as error:
+            self.tape.hard.append(f"the inputs cannot be shipped: {type(error).__name__}: {error}"[:160])
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            call.buffers[name] = self._frozen(buffer, call)
+        for key, tensor in modulestate.held_tensors(module).items():
+            if tensor.grad_fn is None:
+                call.held[key] = self._frozen(tensor, call)
+        call.attributes = modulestate.plain_attributes(module)
+        token.opaque = modulestate.opaque_digests(module)
+        token.collectives = collective_counts()
+        token.versions = [version_of(p) for p in module.parameters()]
+        callback = self.callbacks[place] = compiled.noted
+        call.compiled = callback is not None and callback is not False
+        if not call.compiled and not hasattr(module, "_orig_mod"):
+            watch = self._watches.get(place)
+            if watch is None:
+                watch = self._watches[place] = HookWatch(module)
+            watch.shown = token.shown.append
+            call.acting = watch.acting
+        return token
+
+    def _inputs(self, value: Any) -> tuple[bytes, list[Ref]]:
+        """Arguments of a call. A tensor without gradient enters by value, whatever its history."""
+        uses: list[Ref] = []
+
+        def refer(tensor: torch.Tensor) -> Ref:
+            known = self.tape.known(tensor)
+            if known is None or (known[0] == "v" and not tensor.requires_grad):
+                known = self.tape.by_value(tensor)
+            uses.append(known)
+            return known
+
+        return dumps(value, refer), uses
+
+    def _frozen(self, tensor: torch.Tensor, call: Call) -> Ref:
+        known = self.tape.known(tensor)
+        ref = known if known is not None and known[0] == "x" else self.tape.by_value(tensor)
+        call.uses.append(ref)
+        return ref
+
+    def _count_caches(self, module: torch.nn.Module) -> None:
+        """Whether autocast has emptied its cache of casts since the last call: two uses of one cast add their gradients
+        in half precision, two casts in single. A sentinel's cast is the same node iff the cache was kept."""
+        modes = Autocast.now()
+        if not modes.on or not modes.cache:
+            self._sentinel = None
+            return
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        with torch.enable_grad():
+            leaf = self._sentinel[0] if self._sentinel else torch.ones(1, 1, device=device, requires_grad=True)
+            product = torch.mm(leaf, leaf)
+        cast = product.grad_fn.next_functions[0][0]
+        if self._sentinel is not None and self._sentinel[1] != cast._sequence_nr():
+            self._epoch += 1
+        self._sentinel = (leaf, cast._sequence_nr(), product)
+
+    def after_forward(self, token: Token, output: Any) -> None:
+        """The module has returned `output`."""
+        call, tape = token.call, self.tape
+        module = self.guards[call.guard].module
+        watch = self._watches.get(call.guard)
+        if watch is not None:
+            watch.shown = None
+        if collective_counts() != token.collectives:
+            tape.hard.append("collective operations inside the module's forward")
+        before = token.opaque
+        changed = sorted(
+            ".".join(key) for key, digest in modulestate.opaque_digests(module).items() if before.get(key) != digest
+        )
+        if changed:
+            tape.hard.append(f"the forward changes {changed[0]}, which cannot be shipped")
+        if [version_of(p) for p in module.parameters()] != token.versions:
+            tape.hard.append("the forward changes its own parameters in place")
+        outputs = tensors_of(output)
+        call.outs = [tape.make(tensor) for tensor in outputs]
+        for tensor in (*modulestate.by_products(module), *token.shown):
+            call.outs.append(tape.make(tensor, weak=True))
+        for tensor, ref in zip(outputs, call.outs):
+            if tensor.grad_fn is not None:
+                self._outputs.append((ref, tensor, version_of(tensor), tensor.grad_fn, tensor.output_nr))
+        tape.entries.append(call)
+
+    def left_ddp(self, token: Token, output: Any) -> None:
+        """DDP has returned; its output may hold other tensors than the module's. From here on the script's own
+        operators are recorded."""
+        for tensor, ref in zip(tensors_of(output), token.call.outs):
+            self.tape.same(tensor, ref)
+        self.tape.start()
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def around_backward(self, run: Callable, tensors: Any, grad_tensors: Any, options: dict) -> Any:
+        """Runs a backward; if it is a candidate, remembers how to do it again and what came out."""
+        self.tape.stop()
+        if self.done or not any(isinstance(entry, Call) for entry in self.tape.entries):
+            return run(tensors, grad_tensors, options)
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        table = GradientTable()
+        try:
+            prepared = self._prepare(roots, grad_tensors, options)
+            for place, guard in enumerate(self.guards):
+                for name, parameter in guard.parameters.items():
+                    if parameter.requires_grad:
+                        table.watch(f"{place}:{name}", parameter)
+        except Exception as error:
+            table.drop()
+            prepared = f"the backward cannot be recorded: {type(error).__name__}: {error}"[:160]
+        try:
+            result = run(tensors, grad_tensors, options)
+        finally:
+            gradients = table.take()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+        if gradients:
+            self._recorded(prepared, roots, gradients, table.details)
+        self._compared.clear()
+        if not self.done:
+            self.tape.start()
+        return result
+
+    def _prepare(self, roots: list[torch.Tensor], grad_tensors: Any, options: dict) -> Program | str:
+        """The program of this backward, or why it cannot have one."""
+        tape = self.tape
+        if tape.hard:
+            return tape.hard[0]
+        if options.get("inputs") is not None:
+            return "backward(inputs=...) for some leaves only"
+        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) or grad_tensors is None else list(grad_tensors)
+        given += [None] * (len(roots) - len(given))
+        backward = Backward(create_graph=bool(options.get("create_graph")))
+        why = tape.soft[0] if tape.soft else ""
+        if not why and any(tape.known(root) is None for root in roots):
+            why = "the loss was computed in a way that was not seen (compiled, or another thread)"
+        if not why:
+            backward.blob, backward.uses = tape.pickled(given)
+            backward.roots = [tape.known(root) for root in roots]
+            kept = prune(tape.entries, [*backward.roots, *backward.uses], tape.alias)
+            used = [ref for entry in (*kept, backward) for ref in (*entry.uses, *entry.outs)]
+            if any(
+                tape.externals[ref].loose
+                for entry in (*kept, backward)
+                if not isinstance(entry, Call)
+                for ref in entry.uses
+                if ref[0] == "x"
+            ):
+                why = "the loss uses a tensor from outside that hangs on a graph of its own"
+            elif tape.hooked([*used, *backward.roots]):
+                why = "the script has put a hook on an output or on the loss"
+            else:
+                return self._program([*kept, backward], FULL, "")
+        return self._fallback(roots, Backward(create_graph=backward.create_graph), why)
+
+    def _fallback(self, roots: list[torch.Tensor], backward: Backward, why: str) -> Program | str:
+        nodes = {node for _, _, _, node, _ in self._outputs}
+        met, outside = reaches(roots, nodes, set(self.tape.parameters))
+        if outside:
+            return f"{why}; and gradients flow into parameters by other ways than the module's outputs"
+        if not met:
+            return f"{why}; and no output of a guarded module leads to this backward"
+        outs = {ref for ref, _, _, node, _ in self._outputs if node in met}
+        calls = [entry for entry in self.tape.entries if isinstance(entry, Call) and outs.intersection(entry.outs)]
+        needed = [ref for call in calls for ref in call.uses]
+        kept = prune(self.tape.entries, [*outs, *needed], self.tape.alias)
+        if any(not isinstance(entry, Call) for entry in kept):
+            return f"{why}; and one module's input is computed from another's output"
+        for ref, tensor, version, node, place in self._outputs:
+            if ref in outs:
+                self._hooks.append(node.register_prehook(self._seeing(backward, ref, place)))
+                if version_of(tensor) == version:
+                    backward.outputs.append(ref)
+                    self._compared.append(tensor)
+        return self._program([*kept, backward], FALLBACK, why)
+
+    def _seeing(self, backward: Backward, ref: Ref, place: int) -> Callable:
+        def prehook(gradients):
+            if gradients[place] is not None:
+                backward.given.append((ref, self.tape.by_value(gradients[place].detach())))
+
+        return prehook
+
+    def _program(self, entries: list[Entry], kind: str, why: str) -> Program:
+        covered = sorted({entry.guard for entry in entries if isinstance(entry, Call)})
+        return Program(entries, {}, covered, kind, why, position=self.backwards)
+
+    def _recorded(self, prepared: Program | str, roots: list, gradients: dict, details: dict) -> None:
+        self.backwards += 1
+        if isinstance(prepared, str):
+            self.case, self.declined = None, prepared
+        else:
+            case = Case(prepared, [float(root.detach().sum()) for root in roots])
+            if prepared.kind == FULL:
+                case.expected.update(values_table("loss", roots))
+            else:
+                case.expected.update(values_table("output", self._compared))
+            own = {f"{place}:" for place in prepared.guards}
+            for name, pair in gradients.items():
+                if any(name.startswith(prefix) for prefix in own):
+                    case.expected[name] = pair
+                    case.details[name] = details[name]
+            self.case, self.declined = case, None
+        if self.backwards > self.pick:
+            self.finish()
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def pack(self) -> str | None:
+        """Turns the recorded backward's tensors into bytes; returns why there is nothing to audit, or None."""
+        self.finish()
+        if self.case is None:
+            return self.declined or (self.tape.hard[0] if self.tape.hard else "no backward of a guarded forward was seen")
+        program = self.case.program
+        if program.externals:
+            return None
+        program.window = max(self.backwards, 1)
+        used = {ref for entry in program.entries for ref in entry.uses if ref[0] == "x"}
+        backward = program.entries[-1]
+        used.update(gradient for _, gradient in backward.given)
+        if not all(self.tape.externals[ref].intact for ref in used):
+            return "a large tensor of the micro-batch was changed in place after its use"
+        try:
+            program.externals = {ref: self.tape.externals[ref].packed() for ref in used}
+        except Exception as error:
+            return f"a tensor of the micro-batch cannot be shipped: {type(error).__name__}: {error}"[:160]
+        return None
+
+    def finish(self) -> None:
+        """Stops recording; hooks of the script are as they were."""
+        self.done = True
+        self.tape.stop()
+        for watch in self._watches.values():
+            watch.stop()
+        self._watches.clear()
+
+    def close(self) -> bool:
+        """Drops everything. False while our mode cannot be taken off yet (call again later)."""
+        self.finish()
+        ended = self.tape.stop()
+        self.case = None
+        self._outputs.clear()
+        self._sentinel = None
+        self.callbacks.clear()
+        self.tape.clear()
+        return ended

@@ -1,0 +1,287 @@
+"""Running a recorded program on this rank's own weights, without a trace.
+
+The modules get aliases of their parameters (same memory, other autograd identity) and copies of their buffers, over
+forward *and* backward: no hook of DDP or of the script on a real parameter runs, no real `.grad` is touched, the reducer
+never learns of it. Random states, autocast, attributes, hooks and modes are put back whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
+
+from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
+from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay import modulestate
+from sdcrun.shim.replay.compiled import set_eval_frame
+from sdcrun.shim.replay.collect import GradientTable, values_table
+from sdcrun.shim.replay.determinism import strict_kernels
+from sdcrun.shim.replay.hooks import onlookers_silenced
+from sdcrun.shim.replay.program import Apply, Backward, Call, Gradient, Op, Program, Ref, operator
+from sdcrun.shim.replay.state import replay_scope
+
+
+class NotReplayable(RuntimeError):
+    """The program cannot be run here; the text says why."""
+
+
+@dataclass
+class Result:
+    """What a replay computed. `table`: name -> fingerprint, as in `Case.expected`; `losses`: the roots as numbers;
+    `finite`: name -> all elements finite (where asked for); `kept`: gradients that were asked for by name; `outputs`:
+    whether all outputs of the modules are finite; `trace`: (submodule, fingerprint of its output) in order, if asked."""
+
+    table: dict[str, tuple[int, int]] = field(default_factory=dict)
+    details: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    finite: dict[str, bool] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    trace: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
+
+
+def replay(
+    program: Program, guards: list, callbacks: dict[int, Any], look: bool = False, keep: Iterable[str] = (),
+    trace: bool = False,
+) -> Result:  # fmt: skip
+    """Runs `program` on the modules of `guards` (those of its group, in the group's order).
+
+    `callbacks`: dynamo's callback per module, as seen at its last forward here. `look`: also see whether everything is
+    finite. Raises NotReplayable; any other exception is the program's own (out of memory, say).
+    """
+    return _Run(program, guards, callbacks, look, keep, trace).run()
+
+
+class _Run:
+    def __init__(self, program, guards, callbacks, look, keep, trace) -> None:
+        self.program, self.guards, self.callbacks = program, guards, callbacks
+        self.table = GradientTable(look, keep)
+        self.look, self.trace = look, trace
+        self.result = Result()
+        self.shadows: dict[int, dict[str, torch.nn.Parameter]] = {}
+        self.buffers: dict[int, dict[str, torch.Tensor]] = {}
+        self.values: dict[Ref, torch.Tensor] = {}
+        self.shown: list[torch.Tensor] = []
+        self.epoch = 0
+        self.device = next(
+            (p.device for place in self._places() for p in guards[place].module.parameters()), torch.device("cpu")
+        )
+
+    def _places(self) -> list[int]:
+        used = {entry.guard for entry in self.program.entries if isinstance(entry, Call)}
+        used.update(ref[1] for entry in self.program.entries for ref in entry.uses if ref[0] == "p")
+        return sorted(used)
+
+    def run(self) -> Result:
+        """See `replay`."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replay_scope())
+            stack.callback(Random.now().restore)
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(Autocast.off().applied())
+            stack.enter_context(_own_cast_cache())
+            if self.program.strict:
+                stack.enter_context(strict_kernels())
+            for place in self._places():
+                self._swap(stack, place)
+            for entry in self.program.entries:
+                self._do(entry)
+            self.result.table.update(self.table.take())
+            self.result.finite.update(self.table.finite)
+            self.result.details, self.result.kept = self.table.details, self.table.kept
+            self.values.clear()
+        return self.result
+
+    def _swap(self, stack: contextlib.ExitStack, place: int) -> None:
+        guard = self.guards[place]
+        module = guard.module
+        aliases: dict[int, torch.nn.Parameter] = {}
+        shadows, copies = {}, {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in aliases:
+                alias = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                vars(alias).update(vars(parameter))
+                aliases[id(parameter)] = alias
+                if alias.requires_grad:
+                    alias.register_post_accumulate_grad_hook(_free)
+            shadows[name] = aliases[id(parameter)]
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            copies.setdefault(id(buffer), buffer.detach().clone())
+            self.buffers.setdefault(place, {})[name] = copies[id(buffer)]
+        self.shadows[place] = shadows
+        if place in self.program.guards:
+            for name in guard.parameters:
+                if shadows[name].requires_grad:
+                    self.table.watch(f"{place}:{name}", shadows[name])
+            stack.callback(self.table.drop)
+        stack.enter_context(_without_gradients(module))
+        stack.enter_context(modulestate.preserved(module))
+        stack.enter_context(_reparametrize_module(module, {**shadows, **self.buffers.get(place, {})}))
+        acting = [e.acting for e in self.program.entries if isinstance(e, Call) and e.guard == place]
+        if acting and all(places is not None for places in acting):
+            stack.enter_context(onlookers_silenced(module, set().union(*acting), lambda t: self.shown.append(t)))
+
+    def _resolve(self, ref: Ref) -> torch.Tensor:
+        ref = tuple(ref)
+        if ref[0] == "p":
+            return self.shadows[ref[1]][ref[2]]
+        if ref[0] == "x" and ref not in self.values:
+            self.values[ref] = unpack(self.program.externals[ref], self.device)
+        try:
+            return self.values[ref]
+        except KeyError:
+            raise NotReplayable(f"the program uses {ref}, which it has not computed") from None
+
+    def _do(self, entry) -> None:
+        if isinstance(entry, Call):
+            results = self._call(entry)
+        elif isinstance(entry, Op):
+            args, kwargs = loads(entry.blob, self._resolve, self.device)
+            if entry.random is not None:
+                entry.random.restore(foreign=True)
+            with torch.set_grad_enabled(entry.grad_mode):
+                results = tensors_of(operator(entry.name)(*args, **kwargs))
+        elif isinstance(entry, Apply):
+            cls, args, kwargs = loads(entry.blob, self._resolve, self.device)
+            entry.random.restore(foreign=True)
+            with torch.set_grad_enabled(entry.grad_mode), entry.autocast.applied():
+                results = tensors_of(cls.apply(*args, **kwargs))
+        elif isinstance(entry, Gradient):
+            outputs, inputs, args, kwargs = loads(entry.blob, self._resolve, self.device)
+            results = tensors_of(autograd.grad_now(outputs, inputs, *args, **kwargs))
+        else:
+            self._backward(entry)
+            return
+        if len(results) != len(entry.outs):
+            raise NotReplayable(f"{type(entry).__name__} made {len(results)} tensors, not {len(entry.outs)}")
+        self.values.update(zip(entry.outs, results))
+
+    def _call(self, call: Call) -> list[torch.Tensor]:
+        module = self.guards[call.guard].module
+        args, kwargs = loads(call.blob, self._resolve, self.device)
+        with torch.no_grad():
+            for name, buffer in self.buffers.get(call.guard, {}).items():
+                buffer.copy_(self._resolve(call.buffers[name]))
+        modulestate.assign(module, call.attributes)
+        modulestate.assign(module, {key: self._resolve(ref) for key, ref in call.held.items()})
+        if call.epoch != self.epoch:
+            torch.clear_autocast_cache()
+            self.epoch = call.epoch
+        call.random.restore(foreign=True)
+        self.shown.clear()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(call.autocast.applied())
+            stack.enter_context(torch.set_grad_enabled(call.grad_mode))
+            if self.trace:
+                stack.enter_context(_traced(module, self.result.trace))
+            if call.compiled:
+                output = self._compiled(call, args, kwargs)
+            else:
+                output = module(*args, **kwargs)
+        outputs = tensors_of(output)
+        if self.look:
+            self.result.finite["output"] = self.result.finite.get("output", True) and all(
+                bool(torch.isfinite(t).all()) for t in outputs if t.is_floating_point() and not t.is_sparse
+            )
+        return [*outputs, *modulestate.by_products(module), *self.shown]
+
+    def _compiled(self, call: Call, args: tuple, kwargs: dict) -> Any:
+        """Under the callback of dynamo that the module's forwards run under here, so that the same graphs are used."""
+        callback = self.callbacks.get(call.guard)
+        if callback is None or callback is False:
+            raise NotReplayable("the module runs compiled on its owner and not here")
+        ddp = self.guards[call.guard].ddp
+        before = set_eval_frame(callback)
+        try:
+            return ddp._run_ddp_forward(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    def _backward(self, entry: Backward) -> None:
+        if entry.given:
+            roots, gradients = [], []
+            by_node: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+            for ref, gradient in entry.given:
+                output, total = self._resolve(ref), self._resolve(gradient)
+                roots.append(output)
+                gradients.append(total)
+                by_node.setdefault(output.grad_fn, []).append((output.output_nr, total))
+            # An output may be computed from another one (loss and logits): what was recorded is the total already.
+            for node, totals in by_node.items():
+                node.register_prehook(_overriding(totals))
+            self.result.table.update(values_table("output", [self._resolve(ref) for ref in entry.outputs]))
+        else:
+            roots = [self._resolve(ref) for ref in entry.roots]
+            gradients = loads(entry.blob, self._resolve, self.device)
+            self.result.table.update(values_table("loss", roots))
+            self.result.losses = [float(root.detach().sum()) for root in roots]
+            if self.look:
+                self.result.finite["loss"] = all(bool(torch.isfinite(root).all()) for root in roots)
+        with torch.set_grad_enabled(entry.grad_mode):
+            autograd.backward_now(roots, gradients, create_graph=entry.create_graph)
+
+
+def _free(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _overriding(totals: list[tuple[int, torch.Tensor]]):
+    def prehook(gradients):
+        changed = list(gradients)
+        for place, total in totals:
+            changed[place] = total
+        return tuple(changed)
+
+    return prehook
+
+
+@contextlib.contextmanager
+def _without_gradients(module: torch.nn.Module):
+    """A module that keeps references to its parameters elsewhere must not reach the real ones in a replay."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def _own_cast_cache():
+    """Casts of aliases must not stay in autocast's cache after the replay."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _traced(module: torch.nn.Module, trace: list):
+    """Notes a fingerprint of every submodule's output, in order."""
+    handles = []
+    for name, part in module.named_modules():
+
+        def note(part, args, output, name=name):
+            for pair in values_table("", [t for t in tensors_of(output) if t.numel()]).values():
+                trace.append((name, pair))
+
+        handles.append(part.register_forward_hook(note))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
