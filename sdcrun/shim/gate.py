@@ -247,7 +247,7 @@ def _close(group, guards, decision: str, overflow: bool, result, started: float)
     step = group.step
     due = schedule.vote_due(step, group.weights_every) or result.ask >= ballot.ASK_VOTE
     group.vote_step = step if due and decision == RUN and not overflow and group.size > 1 else None
-    group.vote_buffers = [(guard, guard.buffers_synced) for guard in guards]
+    group.vote_buffers = [(guard, guard.buffers_synced) for guard in guards] if group.vote_step is not None else []
     group.last_step = step
     group.step += 1
     group.window_open = group.auditing = False
@@ -292,6 +292,7 @@ def after_step(runtime, optimizer) -> None:
             if group.weights is None:
                 group.weights = WeightVote(group)
             group.weights.run(step)
+            group.vote_buffers = []
             seconds = time.perf_counter() - started
             group.checks["weights"]["seconds"] += seconds
             group.spend("vote", seconds)

@@ -115,6 +115,7 @@ class GuardGroup:
         self.nodes = [member["node"] for member in members]
         self.devices = [member["device"] for member in members]
         self.guards: list = []
+        self.modules_made = 0
         self.optimizers: list = []
         self.exchange = Exchange(pg, self.rank, self.size, self.config.exchange_timeout) if pg is not None else None
         self.off_reason: str | None = None
@@ -165,8 +166,17 @@ class GuardGroup:
         return cls(runtime, ranks, pg, members), None
 
     def add(self, guard) -> None:
-        """Takes a new DDP module of this process group under guard."""
+        """Takes a new DDP module of this process group under guard, for as long as the script keeps it."""
         self.guards.append(guard)
+        self.modules_made += 1
+        weakref.finalize(guard.ddp, self._drop, guard).atexit = False
+        if self.weights is not None:
+            self.weights.forget()
+
+    def _drop(self, guard) -> None:
+        self.guards.remove(guard)
+        for parameter in guard.parameters.values():
+            self.runtime.owner.pop(id(parameter), None)
         if self.weights is not None:
             self.weights.forget()
 

@@ -107,7 +107,7 @@ class Runtime:
                 self.unguarded(reason)
                 return
             self.groups[ranks] = group
-        guard = Guard(ddp, group, f"module{len(group.guards)}" if group.guards else "")
+        guard = Guard(ddp, group, f"module{group.modules_made}" if group.modules_made else "")
         group.add(guard)
         self.guards[ddp] = guard
         for parameter in guard.parameters.values():
