@@ -24,15 +24,16 @@ def metadata(tensor: Tensor) -> tuple:
     (kind, shape, metadata of each part, nbytes); quantised ones have their scheme and parameters in the dtype text.
     """
     if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
-        if tensor.layout is torch.strided and not tensor.is_quantized:
-            return _strided(tensor)
+        with torch._C.DisableTorchFunction():
+            if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+                return _strided(tensor)
     with quiet():
         inner = parts(tensor)
         if len(inner) == 1 and inner[0].layout is torch.strided:
             return _strided(inner[0])
         each = tuple(_strided(part) for part in inner)
         kind = str(tensor.layout) if type(tensor) is Tensor else type(tensor).__name__
-        return kind, tuple(tensor.shape), each, sum(meta[3] for meta in each)
+        return kind, () if tensor.is_nested else tuple(tensor.shape), each, sum(meta[3] for meta in each)
 
 
 def _strided(tensor: Tensor) -> tuple:
@@ -142,8 +143,11 @@ def differing_words(expected: Tensor, observed: Tensor) -> Difference:
 def _flat(tensor: Tensor) -> Tensor:
     """The tensor's elements in logical order, flat, contiguous, on the CPU; several parts as bytes one after the
     other."""
-    inner = [part.resolve_conj().resolve_neg().cpu().contiguous().view(-1) for part in parts(tensor)]
-    inner = [part.int_repr() if part.is_quantized else part for part in inner]
+    inner = []
+    for part in parts(tensor):
+        part = part.int_repr() if part.is_quantized else part.resolve_conj().resolve_neg()
+        # as_strided, because a view as bytes looks at the stride even of a single element.
+        inner.append(part.cpu().contiguous().as_strided((part.numel(),), (1,)))
     return inner[0] if len(inner) == 1 else torch.cat([part.view(torch.uint8) for part in inner])
 
 

@@ -33,10 +33,10 @@ def span(tensor: Tensor) -> Span:
     - conjugate and negative bits are resolved, zero tensors made real;
     - several parts (sparse: indices, then values; nested and other wrappers: their inner tensors): one after the other.
 
-    Raises ValueError for a tensor without data: meta, uninitialised, or freed storage.
+    Raises ValueError for a tensor without data: meta, or its storage freed.
     """
     copied = False
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         inner = parts(tensor)
         copied = len(inner) != 1
         tensor = _joined(inner) if copied else inner[0]
@@ -76,7 +76,8 @@ def parts(tensor: Tensor) -> list[Tensor]:
     if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
         if hasattr(tensor, "trigger_wait"):
             tensor.trigger_wait()
-        return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [part for each in inner if isinstance(each, Tensor) for part in parts(each)]
     if tensor.is_nested:
         return [part for each in tensor.unbind() for part in parts(each)]
     if tensor.layout is not torch.strided:

@@ -28,7 +28,7 @@ def canonical_bytes(tensor: Tensor) -> bytes:
     by_memory = tensor.permute(order)
     if tensor.numel() and by_memory.is_contiguous():
         tensor = by_memory
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def words(data: bytes) -> np.ndarray:
