@@ -1,0 +1,112 @@
+"""The command `sdcrun`: the first token decides whether a sub-command runs or a script is launched.
+
+No torch is imported on the way to a launch, and typer only for sub-commands: neither click nor typer can tell a
+script's options from torchrun's, so a launch is taken apart by `sdcrun.args`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+from sdcrun import __version__
+from sdcrun.errors import UsageError
+
+SUBCOMMANDS = ("report", "jobs")
+WORDS = ("run", *SUBCOMMANDS)
+INTERRUPTED = 130
+
+HELP = """\
+usage: sdcrun [OPTIONS] [any torchrun option] SCRIPT [ARGUMENTS]    torchrun that notices corruption
+
+  --sdc-audit-every N    steps between replay audits (100; 0: off)  --sdc-job ID      name of job
+  --sdc-weights-every N  steps between weight votes (10; 0: off)    --sdc-dir DIR     of records
+  --sdc-budget PERCENT   overhead that chooses both                 --sdc-config FILE of settings
+  --sdc-on-fault skip|stop             --sdc-on-weight-fault repair|stop|report
+  --sdc-on-suspect report|stop         --sdc-on-bad-checkpoint withhold|raise
+  --sdc-max-strikes N (3)  --sdc-max-skipped N (20)                  then stop the job
+  --sdc-controller HOST:PORT  --sdc-selftest  --sdc-quiet  --sdc-off  (off: plain torchrun)
+  --inject-fault SPEC    put a fault in and see it found; repeatable ('help' lists what there is)
+Each is also a variable: SDCRUN_AUDIT_EVERY=10. All else is torchrun's (torchrun --help), PET_* too.
+
+  sdcrun report [JOB]    what was found in a job (the newest)     sdcrun jobs      all jobs
+  sdcrun run SCRIPT      launch a script that has the name of a sub-command
+
+examples:  sdcrun --nnodes 4 train.py --lr 0.1             four nodes on this machine
+           sdcrun --nnodes 3 --inject-fault weight:rank=1,step=5,bit=30 train.py
+
+exit: torchrun's code | 2 usage | 86 a device is confirmed bad | 87 corruption, culprit unclear
+      88 an injected fault was missed"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `sdcrun` with `argv` (default: the process's); returns the exit code."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(tokens)
+    except UsageError as error:
+        complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (head, a pager) has gone; what it did not read is not missed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def dispatch(tokens: list[str]) -> int:
+    """Sub-command or launch, by the first token alone. Raises UsageError."""
+    first = tokens[0] if tokens else ""
+    if first in ("--help", "-h"):
+        print(HELP)
+        return 0
+    if first == "--version":
+        print(f"sdcrun {__version__}")
+        return 0
+    if first in SUBCOMMANDS:
+        if os.path.isfile(first):
+            complain(f"to launch the file {first} that is here: sdcrun run {first}", "note")
+        return _subcommand(tokens)
+    return launch(tokens[1:] if first == "run" else tokens, tokens)
+
+
+def launch(tokens: list[str], typed: list[str]) -> int:
+    """Take a command line apart and run it. `typed` is the whole of it, for the record. Raises UsageError."""
+    from sdcrun import args, config, optiontable
+    from sdcrun.runner import plan, supervise
+
+    table = optiontable.read()
+    line = args.split(tokens, table)
+    if line.help:
+        print(HELP)
+        return 0
+    if "help" in line.own.get("inject_fault", ()):
+        from sdcrun.core import faultspec
+
+        print(faultspec.help_text())
+        return 0
+    settings = config.load(line.own, os.environ)
+    if tokens is not typed or line.script is None or os.path.exists(line.script):
+        return supervise.run(plan.make(line, table, os.environ), settings, ["sdcrun", *typed], os.environ)
+    near = difflib.get_close_matches(line.script, WORDS, n=1)
+    if near and tokens[0] == line.script:
+        raise UsageError(f"no such script or sub-command: {line.script} (did you mean sdcrun {near[0]}?)")
+    return supervise.run(plan.make(line, table, os.environ), settings, ["sdcrun", *typed], os.environ)
+
+
+def complain(text: str, kind: str = "error") -> None:
+    """One line on stderr."""
+    print(f"[sdcrun] {kind}: {text}", file=sys.stderr)
+
+
+def _subcommand(tokens: list[str]) -> int:
+    from sdcrun import subcommands
+
+    return subcommands.run(tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

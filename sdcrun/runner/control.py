@@ -1,0 +1,153 @@
+"""This node's controller as the supervisor sees it: started, started again when it dies, asked to finish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from sdcrun.core.types import Config
+from sdcrun.runner.children import Child, Children
+from sdcrun.runner.speak import Voice
+from sdcrun.wire.link import Link
+from sdcrun.wire.runtime import read_runtime
+
+QUICK_DEATH = 2.0
+MOST_QUICK_DEATHS = 10
+
+
+class Control:
+    """The controller process and the supervisor's own link to the job's controller.
+
+    `runtime` is the file that tells ranks and supervisor where the controller listens; a rank that chose the controller
+    of another node writes that one's address to `runtime`.job, which then counts. `reach` is the address under which
+    other nodes reach this one, None when the whole job is on this host.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: str,
+        children: Children,
+        voice: Voice,
+        environ: Mapping[str, str],
+        reach: str | None,
+    ) -> None:
+        self._runtime, self._children, self._voice, self._environ = runtime, children, voice, environ
+        self._command = ["--runtime", runtime, "--job-dir", config.job_dir]
+        self._command += ["--bind", "0.0.0.0", "--host", reach] if reach else []
+        self._alone = reach is None
+        self._child: Child | None = None
+        self._started = 0.0
+        self._deaths = 0
+        self._again_at: float | None = None
+        self._given_up = False
+        self._offered = False
+        self._finished: list[bool] = []
+        self.link: Link | None = None
+
+    def start(self) -> None:
+        """Start the controller. That it cannot be started is a warning: training does not need it."""
+        self._offered = True
+        self._again_at = None
+        self._started = time.monotonic()
+        try:
+            self._child = self._children.start("controller", 0, self._command, self._environ)
+        except OSError as error:
+            self._died(str(error))
+
+    def connect(self, config: Config, source: str, stop: Any) -> None:
+        """Make the supervisor's link; `stop` is called (in the link's thread) when the controller ends the job."""
+        self.link = Link(config, source, self.address)
+        self.link.on("stop", stop)
+
+    def address(self) -> dict[str, Any] | None:
+        """Where the job's controller listens. Other nodes' ranks may have chosen another controller than this one's."""
+        chosen = read_runtime(self._runtime + ".job")
+        return chosen or (read_runtime(self._runtime) if self._alone or not self._offered else None)
+
+    @property
+    def ours(self) -> bool:
+        """Whether the controller started here keeps the job's record."""
+        if not self._offered:
+            return False
+        chosen = read_runtime(self._runtime + ".job")
+        return self._alone or (chosen is not None and chosen == read_runtime(self._runtime))
+
+    def ended(self, child: Child) -> None:
+        """The controller's process has ended: have it started again, unless it was to end."""
+        if child is self._child:
+            self._child = None
+            if not self._finished:
+                self._died(f"exit code {child.code}")
+
+    def _died(self, why: str) -> None:
+        quick = time.monotonic() - self._started < QUICK_DEATH
+        self._deaths = self._deaths + 1 if quick else 1
+        if self._deaths >= MOST_QUICK_DEATHS:
+            self._given_up = True
+            self._voice.warn(f"the controller does not stay up ({why}); training goes on, without its record")
+        else:
+            self._again_at = time.monotonic() + (0.0 if self._deaths < 2 else min(5.0, 0.1 * 2**self._deaths))
+
+    def turn(self) -> None:
+        """Start the controller again when it is time to; called from the main thread."""
+        if self._again_at is not None and time.monotonic() >= self._again_at:
+            self.start()
+
+    def finish(self, timeout: float) -> None:
+        """Begin to deliver what is left and to end the controller, without waiting; see `finishing`."""
+        if self.link is None:
+            self._finished.append(False)
+            return
+
+        def work(link: Link) -> None:
+            done = link.finish(timeout) if self.ours and not self._given_up else link.close(timeout)
+            self._finished.append(done)
+
+        threading.Thread(target=work, args=(self.link,), name="sdcrun-finish", daemon=True).start()
+
+    @property
+    def finishing(self) -> bool:
+        """Whether the link is still delivering what is left."""
+        return not self._finished
+
+    @property
+    def complete(self) -> bool:
+        """Whether the controller has said that all is on record."""
+        return self._finished == [True]
+
+    def end(self) -> None:
+        """End the controller's process (two seconds for what it still writes) and remove the files that hold the
+        secret."""
+        child, self._again_at = self._child, None
+        if child is not None:
+            for number, wait in ((signal.SIGTERM, 4.0), (signal.SIGKILL, 2.0)):
+                if child.code is None:
+                    child.send(number)
+                    until = time.monotonic() + wait
+                    while child.code is None and time.monotonic() < until:
+                        self._children.reap(0.0)
+                        time.sleep(0.02)
+        for path in (self._runtime, self._runtime + ".job"):
+            try:
+                os.unlink(path)
+            except OSError:
+                pass
+
+
+def address_towards(host: str) -> str:
+    """The address of this host on the way to `host`, under which other nodes of the job can reach it. When `host` is
+    this one, its name is what the others use as well."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            address = probe.getsockname()[0]
+    except OSError:
+        return socket.gethostname()
+    return host if address.startswith("127.") or address == "::1" else address

@@ -1,0 +1,34 @@
+"""What sdcrun says: on stderr only, each line whole and marked, never in the way of the script's own output."""
+
+from __future__ import annotations
+
+import os
+
+
+class Voice:
+    """Lines on stderr. With `quiet` only warnings are said. A closed stderr is no error."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._warned: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches."""
+        if not self.quiet:
+            self._write(text)
+
+    def warn(self, text: str) -> None:
+        """A line that must be seen; the same one is said once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._write(f"warning: {text}")
+
+    def error(self, text: str) -> None:
+        """The one line of a command that ends here."""
+        self._write(f"error: {text}")
+
+    def _write(self, text: str) -> None:
+        try:
+            os.write(2, "".join(f"[sdcrun] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
+        except OSError:
+            pass

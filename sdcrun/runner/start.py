@@ -1,0 +1,89 @@
+"""First code of each child of the supervisor: die with it, then become torchrun's agent or the controller.
+
+Run as a file (`python start.py ROLE ARGUMENTS`), so that nothing of sdcrun is imported into torchrun's agent. The
+supervisor's wishes come in the variable SDCRUN_START, which is removed before anything else runs:
+{parent: pid, pet: {PET_*: value}, report: file descriptor or -1}.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent):
+    """Have the kernel send SIGTERM when the supervisor ends, however it ends; end now if it already has."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGTERM)
+
+
+def agent(pet, report):
+    """torchrun's own main. `pet` are defaults for its parser only: the script does not see them."""
+    os.environ["SDCRUN_AGENT"] = str(os.getpid())
+    sys.argv[0] = "torchrun"
+    import torch.distributed.run as launcher
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    parse_args = launcher.parse_args
+
+    def parse_with_defaults(args):
+        before = {name: os.environ.pop(name) for name in pet if name in os.environ}
+        os.environ.update(pet)
+        try:
+            return parse_args(args)
+        finally:
+            for name in pet:
+                del os.environ[name]
+            os.environ.update(before)
+
+    launcher.parse_args = parse_with_defaults
+    try:
+        return launcher.main()
+    except ChildFailedError as error:
+        tell_failures(error, report)
+        raise
+
+
+def tell_failures(error, report):
+    """One JSON line for the supervisor: which ranks failed, in the order in which they did."""
+    if report < 0:
+        return
+    failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+    rows = [
+        {"rank": rank, "local_rank": f.local_rank, "pid": f.pid, "exit": f.exitcode, "text": str(f.message)[:500]}
+        for rank, f in failures[:64]
+    ]
+    try:
+        os.write(report, json.dumps(rows).encode() + b"\n")
+    except OSError:
+        # The supervisor is gone; torchrun's own message on stderr says the same.
+        pass
+
+
+def controller():
+    """The controller of this node, from the same installation as this file."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.append(root)
+    sys.argv[0] = "sdcrun-controller"
+    import runpy
+
+    runpy.run_module("sdcrun.runner.controller", run_name="__main__")
+
+
+def main():
+    """Dispatch on the role in argv[1]."""
+    wishes = json.loads(os.environ.pop("SDCRUN_START"))
+    die_with_parent(wishes["parent"])
+    # The folder of this file holds sdcrun's modules, not the user's; torchrun's console script has none of ours either.
+    del sys.path[0]
+    role = sys.argv.pop(1)
+    return agent(wishes["pet"], wishes["report"]) if role == "torchrun" else controller()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The sub-commands of sdcrun: thin typer functions around the rooms that do the work."""
+
+from __future__ import annotations
+
+import typer
+
+from sdcrun.errors import UsageError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+_DIR = typer.Option(None, "--sdc-dir", "--sdc_dir", envvar="SDCRUN_DIR", help="folder of job folders")
+
+
+def run(tokens: list[str]) -> int:
+    """Run the sub-command that `tokens` begins with; returns its exit code. Raises UsageError with one line."""
+    try:
+        code = app(args=tokens, prog_name="sdcrun", standalone_mode=False)
+    except Exception as error:
+        # Usage errors of the command-line library, whichever one this typer is built on.
+        if not hasattr(error, "format_message"):
+            raise
+        raise UsageError(error.format_message()) from None
+    return code if isinstance(code, int) else 0
+
+
+@app.command()
+def report(
+    job: str = typer.Argument(None, help="id or folder of a job; the newest when left out"),
+    format: str = typer.Option("text", "--format", help="text or json"),
+    output: str = typer.Option(None, "-o", "--output", help="file to write to"),
+    commands: str = typer.Option(None, "--commands", help="lines to take a device out: slurm, kubernetes, ..."),
+    directory: str = _DIR,
+) -> None:
+    """What was found in a job. Exit code 0: clean, 1: an unexplained finding, 2: error."""
+    from sdcrun.report import command
+
+    raise typer.Exit(command.report(job, format, output, directory, commands))
+
+
+@app.command()
+def jobs(directory: str = _DIR) -> None:
+    """All jobs, the newest first."""
+    from sdcrun.report import command
+
+    raise typer.Exit(command.jobs(directory))
