@@ -50,8 +50,8 @@ def quiet(function):
 
 def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
     """A training forward of a guarded module starts; returns a token for `forward_ends`, or None."""
-    started = time.thread_time()
     group = guard.group
+    started = group.clock()
     register()
     if any(hasattr(p, "_in_backward_optimizers") for p in guard.parameters.values()) and not guard.off_reason:
         guard.off_reason = "the optimizer runs inside the backward: no gate lies between gradient and update"
@@ -80,7 +80,7 @@ def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
     token = None
     if group.auditor is not None:
         token = group.auditor.before_forward(guard, inputs, kwargs)
-    group.spend("capture", time.thread_time() - started)
+    group.spend("capture", group.clock() - started)
     return guard, token
 
 
@@ -157,7 +157,7 @@ def decide(runtime, optimizer, amp: AmpState | None = None) -> str:
 def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
     if group.off_reason is not None:
         return RUN
-    started, started_cpu = time.perf_counter(), time.thread_time()
+    started = group.clock()
     step = group.step
     guards = [guard for guard in group.guards if guard.window_open and guard.synced]
     local, reduced = nonfinite.flags(guards)
@@ -180,7 +180,7 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
     except BallotFailed as error:
         group.turn_off(f"the ballot of step {step} failed: {error}")
         return RUN
-    group.spend("ballot", time.thread_time() - started_cpu)
+    group.spend("ballot", group.clock() - started)
     if not result.lockstep:
         group.turn_off(f"at step {step} the ranks were not at the same place: their optimizers step in different order")
         return RUN
@@ -262,7 +262,7 @@ def _close(group, guards, decision: str, overflow: bool, result, started: float)
     now = time.monotonic()
     group.first_gate = group.first_gate or now
     group.last_gate = now
-    group.checks["nonfinite"]["seconds"] += time.perf_counter() - started
+    group.checks["nonfinite"]["seconds"] += group.clock() - started
     if now - group.last_summary >= group.config.summary_every:
         group.summarize(now)
 
@@ -288,11 +288,11 @@ def after_step(runtime, optimizer) -> None:
                 runtime.injector.weight(guard, group.last_step)
         if group.vote_step is not None and group.calls >= group.calls_last:
             step, group.vote_step = group.vote_step, None
-            started = time.perf_counter()
+            started = group.clock()
             if group.weights is None:
                 group.weights = WeightVote(group)
             group.weights.run(step)
             group.vote_buffers = []
-            seconds = time.perf_counter() - started
+            seconds = group.clock() - started
             group.checks["weights"]["seconds"] += seconds
             group.spend("vote", seconds)

@@ -137,6 +137,9 @@ class GuardGroup:
         self.weights = None
         self._words = array("q", [0] * ballot.SIZE)
         self._vector = torch.frombuffer(self._words, dtype=torch.int64)
+        # Costs are counted in this thread's CPU time: waiting for another rank is no cost of ours, and on a shared host
+        # wall time is noise. Work queued on an accelerator is not seen by it; there the wall is asked.
+        self.clock = time.perf_counter if torch.cuda.is_initialized() else time.thread_time
         self._limit = timedelta(seconds=self.config.ballot_timeout)
 
     @classmethod

@@ -8,7 +8,6 @@ gradient already lies in its bucket, as the reducer does it.
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 
 import torch
@@ -55,7 +54,7 @@ def comm_hook(cell: Cell, bucket: dist.GradBucket) -> torch.futures.Future[torch
     """Our hook: looks at the local gradients, lets the user's hook or DDP's own reduction run, looks at the result."""
     guard = cell.guard
     watching = guard is not None and guard.window_open
-    started = time.thread_time()
+    started = guard.group.clock() if watching else 0.0
     parameters = None
     if watching:
         try:
@@ -70,13 +69,13 @@ def comm_hook(cell: Cell, bucket: dist.GradBucket) -> torch.futures.Future[torch
     if cell.user is not None:
         state, hook = cell.user
         if watching:
-            guard.group.spend("hook", time.thread_time() - started)
+            guard.group.spend("hook", guard.group.clock() - started)
         future = hook(state, bucket)
         return future.then(functools.partial(_reduced, guard if watching else None, parameters, False))
     buffer = bucket.buffer()
     _divide(cell, bucket, buffer)
     if watching:
-        guard.group.spend("hook", time.thread_time() - started)
+        guard.group.spend("hook", guard.group.clock() - started)
     future = cell.ddp().process_group.allreduce([buffer]).get_future()
     return future.then(functools.partial(_reduced, guard if watching else None, parameters, True))
 
