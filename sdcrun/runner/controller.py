@@ -47,6 +47,11 @@ class Controller:
         self._server = Server(listener, secret, self._conversation, log.log)
         self._conversation.server = self._server
 
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.address[1]
+
     def terminate(self) -> None:
         """Finish soon: what the ranks that end now still send is taken, then their spools."""
         if self._conversation.finish_by is None:
@@ -141,7 +146,7 @@ def main(machine: Decide = decide) -> int:
     log = ControllerLog(os.path.join(arguments.job_dir, "logs", f"controller-{socket.gethostname()}.log"))
     controller = Controller(config, listener, secret, log, machine)
     signal.signal(signal.SIGTERM, lambda *_: controller.terminate())
-    write_runtime(arguments.runtime, host, listener.getsockname()[1], secret)
+    write_runtime(arguments.runtime, host, controller.port, secret)
     return controller.run()
 
 

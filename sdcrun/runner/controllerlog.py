@@ -12,17 +12,16 @@ NOTES_A_MINUTE = 5
 
 
 class ControllerLog:
-    """`say` is for people and goes to stderr. `log` is about one connection or line; it goes to the file at `path`,
-    made at the first such line, up to `MAX_LOG` bytes, and to stderr at most `NOTES_A_MINUTE` times a minute: whoever
-    floods the port must not flood the user's terminal or disk."""
+    """`say` is for people and goes to stderr. `log` is about one connection or line and goes to the file at `path`,
+    made at the first such line, up to `MAX_LOG` bytes; only where that cannot be written it goes to stderr,
+    `NOTES_A_MINUTE` times a minute. Whoever floods the port must not flood the user's terminal or disk."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._fd = -1
         self._size = 0
-        self._minute = 0.0
+        self._minute = float("-inf")
         self._notes = 0
-        self._broken = False
 
     def say(self, text: str) -> None:
         """One line on stderr."""
@@ -30,21 +29,22 @@ class ControllerLog:
             os.write(2, b"[sdcrun] " + _one_line(text, 4096) + b"\n")
 
     def log(self, text: str) -> None:
-        """One line in the log; the first few a minute also on stderr."""
+        """One line in the log."""
         line = time.strftime("%Y-%m-%dT%H:%M:%S ").encode() + _one_line(text, MAX_TEXT) + b"\n"
-        if not self._broken and self._size + len(line) <= MAX_LOG:
-            try:
-                self._open()
+        try:
+            self._open()
+            if self._size + len(line) <= MAX_LOG:
                 self._size += os.write(self._fd, line)
-            except OSError:
-                self._broken = True
+        except OSError:
+            self._note(text)
+
+    def _note(self, text: str) -> None:
         now = time.monotonic()
         if now - self._minute >= 60.0:
             self._minute, self._notes = now, 0
         self._notes += 1
         if self._notes <= NOTES_A_MINUTE:
-            more = f"; more in {self._path}" if self._notes == NOTES_A_MINUTE else ""
-            self.say(f"controller: {text[:MAX_TEXT]}{more}")
+            self.say(f"controller: {text[:MAX_TEXT]}")
 
     def _open(self) -> None:
         if self._fd < 0:

@@ -175,8 +175,7 @@ class Conversation:
 
     def settle(self) -> None:
         """After a turn: decide, write, acknowledge, act, answer."""
-        for action in self._intake.actions():
-            self._act(action.kind, action.data)
+        actions = list(self._intake.actions())
         now = time.monotonic()
         if not self._intake.opened and self._complained:
             self._open(now)
@@ -188,6 +187,8 @@ class Conversation:
                 seqs = self._intake.acked(connection.source, connection.session)
                 for attempt in attempts:
                     self.server.send(connection, encode_message("ack", attempt=attempt, seq=seqs[attempt]))
+        for action in actions:
+            self._act(action.kind, action.data)
         for own, ask in list(self._asks.items()):
             if not ask.waiting or now >= ask.deadline:
                 del self._asks[own]
@@ -204,7 +205,7 @@ class Conversation:
         if kind == "say":
             self._say(str(data.get("text")))
         elif kind == "command":
-            self._send_to("rank:", encode_message("command", **self._intake.commands[-1]))
+            self._send_to("rank:", encode_message("command", **data))
         elif kind == "stop":
             self._send_to("node:", encode_message("stop", code=data.get("code"), why=data.get("why")))
         elif kind == "reply":

@@ -174,12 +174,13 @@ class Intake:
         self._actions.extend(actions)
 
     def actions(self) -> Iterable[Action]:
-        """The actions due, commands put on record before they are given out."""
+        """The actions due; commands are put among what is to be written, and have their "id" then."""
         while self._actions:
             action = self._actions.popleft()
             if action.kind == "command":
                 self.own("command", dict(action.data))
                 self._give("command", action.data)
+                action = Action("command", self.commands[-1])
             elif action.kind == "stop":
                 self.own("command", {"what": "stop", "to": "supervisors", **action.data})
                 self._give("stop", action.data)

@@ -73,6 +73,11 @@ class Server:
         listener.setblocking(False)
         self._accept_more(True)
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        return self._listener.getsockname()[:2]
+
     def turn(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for something to do, then do all of it once."""
         if not self._accepting:

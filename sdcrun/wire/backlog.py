@@ -50,7 +50,7 @@ class Backlog:
         self._warn = warn
         self._warned = False
         self._lock = threading.RLock()
-        self._draining = False
+        self._draining = 0
         self._inbox: deque[_Item] = deque()
         self._unsent: deque[_Item] = deque()
         self._sent: deque[_Item] = deque()
@@ -74,20 +74,17 @@ class Backlog:
     def drain(self) -> None:
         """Number and spool what is in the inbox."""
         while self._inbox:
-            if not self._lock.acquire(timeout=1.0):
-                return
-            try:
-                if self._draining:
+            with self._lock:
+                # While this thread holds the lock, another's mark can only be a leftover of an interrupt.
+                if self._draining == threading.get_ident():
                     return
-                self._draining = True
                 try:
+                    self._draining = threading.get_ident()
                     while self._inbox:
                         self._number(self._inbox[0])
                         self._inbox.popleft()
                 finally:
-                    self._draining = False
-            finally:
-                self._lock.release()
+                    self._draining = 0
 
     def _number(self, item: _Item) -> None:
         if not item.line:

@@ -6,6 +6,7 @@ proves itself and its peer, sends, takes acknowledgements and commands, and star
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import secrets
@@ -14,6 +15,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -73,8 +75,7 @@ class Link:
         self._blindness = Blindness()
         self._summary_every = config.summary_every
         self._handlers: dict[str, Handler] = {}
-        self._requests: set[str] = set()
-        self._requests_lock = threading.Lock()
+        self._requests: deque[str] = deque()
         self._seen_command: int | None = None
         self._asks: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
@@ -84,8 +85,8 @@ class Link:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._awake = False
-        self._thread: threading.Thread | None = None
-        self._start_lock = threading.Lock()
+        self._started = False
+        self._thread_wanted = deque([True])
         self._deadline: float | None = None
         self._finish_grace: float | None = None
         self._finished = False
@@ -109,9 +110,10 @@ class Link:
         """What the controller has commanded since the last call, of {"audit", "vote", "skip", "stop"}."""
         if not self._requests or self._inert:
             return _NOTHING
-        with self._requests_lock:
-            taken, self._requests = frozenset(self._requests), set()
-        return taken
+        taken = set()
+        while self._requests:
+            taken.add(self._requests.popleft())
+        return frozenset(taken)
 
     def on(self, kind: str, handler: Handler) -> None:
         """Let `handler(data)` answer queries of `kind` in the link thread; it returns a JSON value.
@@ -155,35 +157,26 @@ class Link:
         if self._inert:
             return True
         self._deadline = time.monotonic() + timeout
-        if self._thread is None and self._backlog.empty and self._finish_grace is None:
+        if not self._started and self._backlog.empty and self._finish_grace is None:
             return True
+        self._awake = False
         self._wake()
-        self._over.wait(timeout)
+        if self._started:
+            self._over.wait(timeout)
         return self._backlog.empty
 
     # what follows runs in the link thread, _wake and _warn excepted
 
     def _wake(self) -> None:
-        if self._thread is None:
-            self._start()
+        if not self._started:
+            # Not a Thread object: an interrupt in the middle of its start would leave it half started.
+            with contextlib.suppress(RuntimeError):
+                _thread.start_new_thread(self._main, ())
+                self._started = True
         if not self._awake:
             self._awake = True
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, b"\0")
-
-    def _start(self) -> None:
-        if not self._start_lock.acquire(blocking=False):
-            return
-        try:
-            if self._thread is None:
-                thread = threading.Thread(target=self._main, name="sdcrun-link", daemon=True)
-                self._thread = thread
-                thread.start()
-        except RuntimeError:
-            # The interpreter is shutting down and starts no thread any more; the spool has the events.
-            self._over.set()
-        finally:
-            self._start_lock.release()
 
     def _warn(self, text: str) -> None:
         if text in self._warned or len(self._warned) >= 20:
@@ -204,6 +197,11 @@ class Link:
                 os.close(fd)
 
     def _main(self) -> None:
+        try:
+            self._thread_wanted.pop()
+        except IndexError:
+            # Two emits at once have started a thread each.
+            return
         jitter = secrets.SystemRandom()
         pause = _PAUSE_FIRST
         self._blindness.began(time.monotonic(), time.time())
@@ -243,12 +241,13 @@ class Link:
         poll.register(self._wake_read, select.POLLIN)
         while (left := until - time.monotonic()) > 0:
             closing = self._deadline is not None
-            if poll.poll(left * 1000 + 1):
-                self._slept()
+            poll.poll(left * 1000 + 1)
+            self._slept()
             if self._deadline is not None and not closing:
                 return
 
     def _slept(self) -> None:
+        # Also after a mere time-out: an interrupted `_wake` may have left its mark without writing.
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
         self._awake = False
@@ -301,11 +300,11 @@ class Link:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         poll.register(connection, select.POLLIN)
+        self._slept()
         while True:
             for message in messages:
                 out += self._handle(message)
             now = time.monotonic()
-            self._backlog.drain()
             self._backlog.repair_spool(now)
             closing = self._deadline is not None
             due = self._backlog.promote_summary(0.0 if closing else self._summary_every, now)
@@ -334,8 +333,7 @@ class Link:
             more = bool(out)
             poll.modify(connection, select.POLLIN | (select.POLLOUT if more else 0))
             ready = dict(poll.poll(max(0.0, wait) * 1000 + 1))
-            if self._wake_read in ready:
-                self._slept()
+            self._slept()
             messages = []
             if ready.get(connection.fileno(), 0) & ~select.POLLOUT:
                 with contextlib.suppress(BlockingIOError):
@@ -353,8 +351,7 @@ class Link:
             self._seen_command = int(values["id"])
             if values.get("what") == "stop":
                 self.stop = {"code": values.get("code"), "why": values.get("why")}
-            with self._requests_lock:
-                self._requests.add(str(values.get("what")))
+            self._requests.append(str(values.get("what")))
         elif msg == "stop":
             self.stop = {"code": values.get("code"), "why": values.get("why")}
             self._run_handler("stop", self.stop)

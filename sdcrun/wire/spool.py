@@ -42,7 +42,7 @@ class Spool:
                 self._open()
             written = os.write(self._fd, line)
             if written != len(line):
-                os.ftruncate(self._fd, self.size)
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
                 raise OSError("disk full")
             self.size += written
         except OSError as error:
