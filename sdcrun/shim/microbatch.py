@@ -1,4 +1,4 @@
-"""One micro-batch as it was before the forward: its inputs, random states and autocast modes, to keep, ship and restore.
+"""One micro-batch as it was before the forward: inputs, random states and autocast modes, to keep, ship and restore.
 
 Bits depend on more than values: on CPU the address of an input mod 64 decides between vectorised and scalar edges, and
 kernels are chosen by strides. A shipped tensor is therefore rebuilt with the same strides at the same alignment.
@@ -56,8 +56,8 @@ def _walk(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
 
 @dataclasses.dataclass
 class Packed:
-    """A tensor's contents and its place in memory. `payload`: the elements without broadcast copies, or (`form` "saved",
-    for layouts other than strided) what torch.save wrote. `span` is the number of elements from first to last."""
+    """A tensor's contents and its place in memory. `payload`: the elements without broadcast copies, or (`form`
+    "saved", for layouts other than strided) what torch.save wrote. `span`: number of elements from first to last."""
 
     form: str
     dtype: torch.dtype
@@ -179,7 +179,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dumps(value: Any, refer: Callable[[torch.Tensor], Any]) -> bytes:
-    """`value` pickled, each tensor replaced by `refer(tensor)`. Raises what pickle raises for what cannot be shipped."""
+    """`value` pickled, each tensor replaced by `refer(tensor)`. Raises what pickle raises."""
     stream = io.BytesIO()
     _Pickler(stream, refer).dump(value)
     return stream.getvalue()

@@ -45,8 +45,8 @@ def grad_now(*args, **kwargs) -> Any:
 
 
 def install(runtime=None) -> None:
-    """Patches backward and Function.apply, once. With a runtime, the comm hook's side is told of each outermost backward
-    first."""
+    """Patches backward and Function.apply, once. With a runtime, the comm hook's side is told of each outermost
+    backward first."""
     if "backward" in _originals:
         return
     _originals["backward"] = original = torch.autograd.backward

@@ -1,4 +1,4 @@
-"""Which of dynamo's callbacks a module's forward runs under: its replay must run under the same to use the same graphs."""
+"""Which of dynamo's callbacks a module's forward runs under: a replay needs the same one to use the same graphs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The user's module hooks around one micro-batch: which of them act on the computation and which only look on.
 
-A hook that returned nothing in the recorded pass is an onlooker; it must not run a second time in a replay, where its side
-effects would be seen. Tensors that an onlooker was shown may be used by the script later (features for a distillation
-loss): the recorder learns them, and the replay shows the same tensors of its own at the same place.
+A hook that returned nothing in the recorded pass is an onlooker; it must not run a second time in a replay, where its
+side effects would be seen. Tensors that an onlooker was shown may be used by the script later (features for a
+distillation loss): the recorder learns them, and the replay shows the same tensors of its own at the same place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Place = tuple[str, str, int]
 
 
 def _registries(module: torch.nn.Module) -> Iterator[tuple[str, str, dict]]:
-    """(submodule's name, registry's name, registry) of every registry that holds a hook; global ones have the name ""."""
+    """(submodule's name, registry's name, registry) of every registry that holds a hook, global ones included."""
     for kind in _GLOBAL:
         registry = getattr(torch_module, kind, None)
         if registry:
@@ -45,7 +45,7 @@ def _from_torch(hook: Callable) -> bool:
 
 
 def _user_hooks(module: torch.nn.Module) -> Iterator[tuple[Place, dict, int, Callable]]:
-    """(place, registry, key, hook) of the user's hooks; positions count the user's only, so that ranks agree on them."""
+    """(place, registry, key, hook) of the user's hooks; positions count the user's only, so that ranks agree."""
     for name, kind, registry in _registries(module):
         users = [(k, hook) for k, hook in registry.items() if not (_from_torch(hook) or kept_in_replay(hook))]
         for position, (key, hook) in enumerate(users):

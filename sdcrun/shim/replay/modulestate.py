@@ -1,7 +1,7 @@
 """What a module holds besides parameters and buffers: Python attributes that a forward reads or changes.
 
-Plain attributes (numbers, texts, lists of them) and plain tensors travel with a micro-batch, so that the replayer starts
-from the owner's; anything else that a forward changes makes the micro-batch unfit for a replay.
+Plain attributes (numbers, texts, lists of them) and plain tensors travel with a micro-batch, so that the replayer
+starts from the owner's; anything else that a forward changes makes the micro-batch unfit for a replay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def held_tensors(module: torch.nn.Module) -> dict[Key, torch.Tensor]:
 
 
 def by_products(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors with a gradient that the forward left in attributes or containers (auxiliary losses), in a fixed order."""
+    """Tensors with a gradient that the forward left in attributes or containers (auxiliary losses), in fixed order."""
     found, seen = [], set()
     for _, value in _attributes(module):
         if isinstance(value, torch.Tensor) or (isinstance(value, (dict, list, tuple)) and value):
@@ -69,8 +69,8 @@ def by_products(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def opaque_digests(module: torch.nn.Module) -> dict[Key, bytes]:
-    """Digest of every container attribute that is not plain. A tensor in it counts by identity and version; tensors that
-    hang on a graph are products of a forward, which the next one makes anew, and do not count."""
+    """Digest of every container attribute that is not plain. A tensor in it counts by identity and version; tensors
+    that hang on a graph are products of a forward, which the next one makes anew, and do not count."""
     digests = {}
     for key, value in _attributes(module):
         if isinstance(value, _CONTAINERS) and not _is_plain(value) and len(value) <= LONGEST_LIST:

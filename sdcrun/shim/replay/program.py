@@ -1,8 +1,8 @@
 """A step as a program: what has to be done again, in order, to get one backward's gradients.
 
 Values are named by references: ("v", n) computed by the program · ("x", n) a tensor from outside, shipped by value ·
-("p", g, name) a parameter of the g-th guarded module of the group. Programs travel between ranks of one job that run the
-same script, under the same trust as the script itself; they are pickled and never leave the data plane.
+("p", g, name) a parameter of the g-th guarded module of the group. Programs travel between ranks of one job that run
+the same script, under the same trust as the script itself; they are pickled and never leave the data plane.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Entry:
 @dataclass
 class Call(Entry):
     """Forward of the `guard`-th module of the group. `epoch` counts how often autocast's cache of casts was emptied
-    before; `acting` are the places of hooks that take part (None: hooks run as they are); `compiled`: under dynamo."""
+    before; `acting` are the places of hooks that take part (None: hooks run as they are); `compiled`: under dynamo;
+    `strict_outs`: there must be as many outputs as `outs`, those left in attributes and shown to hooks included.
+    Buffers without a reference keep the replayer's values."""
 
     guard: int = 0
     autocast: Autocast | None = None
@@ -47,6 +49,7 @@ class Call(Entry):
     held: dict[tuple[str, str], Ref] = field(default_factory=dict)
     acting: set | None = None
     compiled: bool = False
+    strict_outs: bool = True
 
 
 @dataclass
@@ -70,8 +73,8 @@ class Gradient(Entry):
 
 @dataclass
 class Backward(Entry):
-    """torch.autograd.backward from `roots`; the blob holds the gradients of the roots. In a fallback program `given` are
-    (reference of a module's output, reference of its gradient) instead, and there are no roots; `outputs` are then
+    """torch.autograd.backward from `roots`; the blob holds the gradients of the roots. In a fallback program `given`
+    are (reference of a module's output, reference of its gradient) instead, and there are no roots; `outputs` are then
     compared instead of the loss."""
 
     roots: list[Ref] = field(default_factory=list)
@@ -115,8 +118,8 @@ def operator(name: str) -> Any:
 
 
 def prune(entries: list[Entry], roots: list[Ref], alias: dict[Ref, Any]) -> list[Entry]:
-    """The entries that `roots` depend on, in order. `alias` maps a reference to its storage, so that a write through one
-    view keeps everything that shares memory with it."""
+    """The entries that `roots` depend on, in order. `alias` maps a reference to its storage, so that a write through
+    one view keeps everything that shares memory with it."""
     needed = {alias.get(ref, ref) for ref in roots}
     kept = []
     for entry in reversed(entries):

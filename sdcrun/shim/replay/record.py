@@ -1,11 +1,12 @@
 """Recording one window of training until the backward that will be audited.
 
-Before a backward runs, the recorder decides how it can be replayed: whole, from the gradients of the modules' outputs, or
-not at all. The last is said with its reason; a backward that would differ falsely is never offered for a comparison.
+Before a backward runs, the recorder decides how it can be replayed: whole, from the gradients of the modules' outputs,
+or not at all. The last is said with its reason; a backward that would differ falsely is never offered for a comparison.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
 from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
 from sdcrun.shim.replay.tape import Tape, version_of
+
 
 def collective_counts() -> list[int]:
     """How many collectives were started on each process group."""
@@ -43,11 +45,13 @@ class Token:
 
 
 class Case:
-    """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint)."""
+    """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
+    roots as numbers; `finite`: those and all gradients were."""
 
     def __init__(self, program: Program, losses: list[float]) -> None:
         self.program = program
         self.losses = losses
+        self.finite = True
         self.expected: dict[str, tuple[int, int]] = {}
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
 
@@ -204,7 +208,7 @@ class Recorder:
                 hook.remove()
             self._hooks.clear()
         if gradients:
-            self._recorded(prepared, roots, gradients, table.details)
+            self._recorded(prepared, roots, gradients, table)
         self._compared.clear()
         if not self.done:
             self.tape.start()
@@ -274,7 +278,7 @@ class Recorder:
         covered = sorted({entry.guard for entry in entries if isinstance(entry, Call)})
         return Program(entries, {}, covered, kind, why, position=self.backwards)
 
-    def _recorded(self, prepared: Program | str, roots: list, gradients: dict, details: dict) -> None:
+    def _recorded(self, prepared: Program | str, roots: list, gradients: dict, table: GradientTable) -> None:
         self.backwards += 1
         if isinstance(prepared, str):
             self.case, self.declined = None, prepared
@@ -288,7 +292,8 @@ class Recorder:
             for name, pair in gradients.items():
                 if any(name.startswith(prefix) for prefix in own):
                     case.expected[name] = pair
-                    case.details[name] = details[name]
+                    case.details[name] = table.details[name]
+            case.finite = table.finite() and all(math.isfinite(loss) for loss in case.losses)
             self.case, self.declined = case, None
         if self.backwards > self.pick:
             self.finish()
@@ -299,7 +304,8 @@ class Recorder:
         """Turns the recorded backward's tensors into bytes; returns why there is nothing to audit, or None."""
         self.finish()
         if self.case is None:
-            return self.declined or (self.tape.hard[0] if self.tape.hard else "no backward of a guarded forward was seen")
+            hard = self.tape.hard[0] if self.tape.hard else None
+            return self.declined or hard or "no backward of a guarded forward was seen"
         program = self.case.program
         if program.externals:
             return None

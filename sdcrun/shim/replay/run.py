@@ -1,8 +1,8 @@
 """Running a recorded program on this rank's own weights, without a trace.
 
 The modules get aliases of their parameters (same memory, other autograd identity) and copies of their buffers, over
-forward *and* backward: no hook of DDP or of the script on a real parameter runs, no real `.grad` is touched, the reducer
-never learns of it. Random states, autocast, attributes, hooks and modes are put back whatever happens.
+forward *and* backward: no hook of DDP or of the script on a real parameter runs, no real `.grad` is touched, the
+reducer never learns of it. Random states, autocast, attributes, hooks and modes are put back whatever happens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import modulestate
+from sdcrun.shim.replay.collect import GradientTable, dense, values_table
 from sdcrun.shim.replay.compiled import set_eval_frame
-from sdcrun.shim.replay.collect import GradientTable, values_table
 from sdcrun.shim.replay.determinism import strict_kernels
 from sdcrun.shim.replay.hooks import onlookers_silenced
-from sdcrun.shim.replay.program import Apply, Backward, Call, Gradient, Op, Program, Ref, operator
+from sdcrun.shim.replay.program import FORWARD, Apply, Backward, Call, Gradient, Op, Program, Ref, operator
 from sdcrun.shim.replay.state import replay_scope
 
 
@@ -35,34 +35,33 @@ class NotReplayable(RuntimeError):
 @dataclass
 class Result:
     """What a replay computed. `table`: name -> fingerprint, as in `Case.expected`; `losses`: the roots as numbers;
-    `finite`: name -> all elements finite (where asked for); `kept`: gradients that were asked for by name; `outputs`:
-    whether all outputs of the modules are finite; `trace`: (submodule, fingerprint of its output) in order, if asked."""
+    `finite`: losses, outputs and gradients are; `kept`: gradients that were asked for by name; `trace`: (submodule,
+    fingerprint of its output) in the order of the forward, if asked."""
 
     table: dict[str, tuple[int, int]] = field(default_factory=dict)
     details: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    finite: dict[str, bool] = field(default_factory=dict)
+    finite: bool = True
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     trace: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
 
 
 def replay(
-    program: Program, guards: list, callbacks: dict[int, Any], look: bool = False, keep: Iterable[str] = (),
-    trace: bool = False,
-) -> Result:  # fmt: skip
+    program: Program, guards: list, callbacks: dict[int, Any], keep: Iterable[str] = (), trace: bool = False
+) -> Result:
     """Runs `program` on the modules of `guards` (those of its group, in the group's order).
 
-    `callbacks`: dynamo's callback per module, as seen at its last forward here. `look`: also see whether everything is
-    finite. Raises NotReplayable; any other exception is the program's own (out of memory, say).
+    `callbacks`: dynamo's callback per module, as seen at its last forward here. Raises NotReplayable; any other
+    exception is the program's own (out of memory, say).
     """
-    return _Run(program, guards, callbacks, look, keep, trace).run()
+    return _Run(program, guards, callbacks, keep, trace).run()
 
 
 class _Run:
-    def __init__(self, program, guards, callbacks, look, keep, trace) -> None:
+    def __init__(self, program, guards, callbacks, keep, trace) -> None:
         self.program, self.guards, self.callbacks = program, guards, callbacks
-        self.table = GradientTable(look, keep)
-        self.look, self.trace = look, trace
+        self.table = GradientTable(keep)
+        self.trace = trace
         self.result = Result()
         self.shadows: dict[int, dict[str, torch.nn.Parameter]] = {}
         self.buffers: dict[int, dict[str, torch.Tensor]] = {}
@@ -97,7 +96,7 @@ class _Run:
             for entry in self.program.entries:
                 self._do(entry)
             self.result.table.update(self.table.take())
-            self.result.finite.update(self.table.finite)
+            self.result.finite &= self.table.finite()
             self.result.details, self.result.kept = self.table.details, self.table.kept
             self.values.clear()
         return self.result
@@ -162,7 +161,7 @@ class _Run:
         else:
             self._backward(entry)
             return
-        if len(results) != len(entry.outs):
+        if len(results) != len(entry.outs) and getattr(entry, "strict_outs", True):
             raise NotReplayable(f"{type(entry).__name__} made {len(results)} tensors, not {len(entry.outs)}")
         self.values.update(zip(entry.outs, results))
 
@@ -170,8 +169,8 @@ class _Run:
         module = self.guards[call.guard].module
         args, kwargs = loads(call.blob, self._resolve, self.device)
         with torch.no_grad():
-            for name, buffer in self.buffers.get(call.guard, {}).items():
-                buffer.copy_(self._resolve(call.buffers[name]))
+            for name, ref in call.buffers.items():
+                self.buffers[call.guard][name].copy_(self._resolve(ref))
         modulestate.assign(module, call.attributes)
         modulestate.assign(module, {key: self._resolve(ref) for key, ref in call.held.items()})
         if call.epoch != self.epoch:
@@ -189,10 +188,8 @@ class _Run:
             else:
                 output = module(*args, **kwargs)
         outputs = tensors_of(output)
-        if self.look:
-            self.result.finite["output"] = self.result.finite.get("output", True) and all(
-                bool(torch.isfinite(t).all()) for t in outputs if t.is_floating_point() and not t.is_sparse
-            )
+        if self.program.kind == FORWARD:
+            self.result.finite &= all(map(all_finite, outputs))
         return [*outputs, *modulestate.by_products(module), *self.shown]
 
     def _compiled(self, call: Call, args: tuple, kwargs: dict) -> Any:
@@ -225,10 +222,14 @@ class _Run:
             gradients = loads(entry.blob, self._resolve, self.device)
             self.result.table.update(values_table("loss", roots))
             self.result.losses = [float(root.detach().sum()) for root in roots]
-            if self.look:
-                self.result.finite["loss"] = all(bool(torch.isfinite(root).all()) for root in roots)
+            self.result.finite &= all(map(all_finite, roots))
         with torch.set_grad_enabled(entry.grad_mode):
             autograd.backward_now(roots, gradients, create_graph=entry.create_graph)
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """No element is NaN or infinite; waits for the device."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(dense(tensor)).all())
 
 
 def _free(parameter: torch.nn.Parameter) -> None:

@@ -1,7 +1,7 @@
-"""The tape: names every tensor that depends on a guarded module's outputs or parameters, and the operators between them.
+"""The tape: names every tensor that depends on a guarded module's outputs or parameters, and the operators between.
 
 Only what depends on the modules or carries gradients is recorded; everything else (labels, masks, a teacher's outputs)
-enters by value where it is used first. Dependence is tracked by storage, so that views and writes in place are followed.
+enters by value where it is used first. Dependence is tracked by storage, so that views and writes in place are seen.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Tape:
         return result
 
     def _own_base(self, tensor: torch.Tensor) -> None:
-        """A write into a view of an outside tensor: the program needs the whole tensor, and the view as a view of it."""
+        """A write into a view of an outside tensor: the program needs the whole tensor, and the view as its view."""
         base = tensor._base
         if base is not None and not self.tracked(tensor) and tensor.layout is torch.strided:
             known = self.known(base)

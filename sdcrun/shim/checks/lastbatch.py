@@ -1,0 +1,142 @@
+"""The micro-batches of the window now open, by reference: what triage needs when a gradient turns out not to be finite.
+
+Nothing is copied in a plain step. Inputs and the small gradients of the modules' outputs are held until the window
+closes; what the script has changed in place by then cannot be used any more, and that is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sdcrun.shim.checks.opinion import Parcel
+from sdcrun.shim.microbatch import Autocast, Random, dumps, freeze, pack, tensors_of
+from sdcrun.shim.replay import compiled
+from sdcrun.shim.replay.program import FALLBACK, FORWARD, Backward, Call, Entry, Packed, Program, Ref
+from sdcrun.shim.replay.tape import version_of
+
+HOLD_BYTES = 64 << 20
+HOLD_BATCHES = 64
+SMALL_BYTES = 1 << 20
+
+TAIL = "the non-finite values came from behind the module's outputs, which only an audit step can compute again"
+
+
+@dataclass
+class Held:
+    """One micro-batch. `gradients`: (place among the outputs, gradient) of the outputs that got one."""
+
+    place: int
+    inputs: tuple
+    kwargs: dict
+    versions: list[int]
+    random: Random
+    autocast: Autocast
+    compiled: bool
+    outputs: int = 0
+    gradients: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    too_large: bool = False
+
+
+class LastBatches:
+    """What this rank has computed since the window opened; `whole` says whether nothing was left out."""
+
+    def __init__(self) -> None:
+        self.held: list[Held] = []
+        self.whole = True
+        self._bytes = 0
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self.held.clear()
+        self.whole, self._bytes = True, 0
+
+    def begin(self, place: int, inputs: tuple, kwargs: dict) -> Held | None:
+        """The forward of the `place`-th module of the group begins."""
+        tensors = tensors_of((inputs, kwargs))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if self.held and (self._bytes + size > HOLD_BYTES or len(self.held) >= HOLD_BATCHES):
+            self.whole = False
+            return None
+        self._bytes += size
+        callback = compiled.noted
+        held = Held(
+            place, inputs, kwargs, [version_of(tensor) for tensor in tensors], Random.now(), Autocast.now(),
+            callback is not None and callback is not False,
+        )  # fmt: skip
+        self.held.append(held)
+        return held
+
+    def end(self, held: Held, output: Any) -> None:
+        """The forward has returned: watch for the gradients of its outputs."""
+        tensors = tensors_of(output)
+        held.outputs = len(tensors)
+        if held.compiled:
+            held.too_large = True
+            return
+        for number, tensor in enumerate(tensors):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(_keeping(held, number, tensor.output_nr))
+
+    def parcel(self, guards: list, nonfinite: bool) -> Parcel | str:
+        """Everything held as one program; `nonfinite`: whether this rank's own gradients were. Or why it cannot be."""
+        if not self.held:
+            return "no micro-batch of this window was kept"
+        if not self.whole:
+            return "the micro-batches of this window were too many or too large to be kept"
+        externals: dict[Ref, Packed] = {}
+        entries: list[Entry] = []
+        backward = not any(held.too_large for held in self.held)
+        try:
+            for number, held in enumerate(self.held):
+                if [version_of(tensor) for tensor in tensors_of((held.inputs, held.kwargs))] != held.versions:
+                    return "the inputs were changed in place before they could be computed again"
+                call = self._call(number, held, guards[held.place], externals)
+                entries.append(call)
+                if backward:
+                    given = [(call.outs[out], _ship(gradient, externals)) for out, gradient in held.gradients]
+                    if not all(bool(torch.isfinite(gradient).all()) for _, gradient in held.gradients):
+                        return TAIL
+                    if given:
+                        entries.append(Backward(given=given))
+        except Exception as error:
+            return f"the inputs cannot be shipped: {type(error).__name__}: {error}"[:160]
+        covered = sorted({held.place for held in self.held})
+        kind = FALLBACK if backward else FORWARD
+        return Parcel(Program(entries, externals, covered, kind, window=len(self.held)), {}, finite=not nonfinite)
+
+    @staticmethod
+    def _call(number: int, held: Held, guard, externals: dict) -> Call:
+        def refer(tensor: torch.Tensor) -> Ref:
+            return _ship(tensor, externals)
+
+        call = Call(
+            blob=dumps((held.inputs, held.kwargs), refer),
+            outs=[("v", (number, out)) for out in range(held.outputs)],
+            random=held.random.shipped(), guard=held.place, autocast=held.autocast, compiled=held.compiled,
+            strict_outs=False, acting=None,
+        )  # fmt: skip
+        for name, buffer in guard.saved_buffers.items():
+            call.buffers[name] = _ship(buffer, externals)
+        return call
+
+
+def _ship(tensor: torch.Tensor, externals: dict[Ref, Packed]) -> Ref:
+    ref = ("x", len(externals))
+    externals[ref] = pack(freeze(tensor), tensor.requires_grad)
+    return ref
+
+
+def _keeping(held: Held, number: int, place: int):
+    def prehook(gradients):
+        gradient = gradients[place]
+        if gradient is None:
+            return
+        if gradient.numel() * gradient.element_size() <= SMALL_BYTES:
+            held.gradients.append((number, gradient.detach()))
+        else:
+            held.too_large = True
+
+    return prehook

@@ -1,0 +1,253 @@
+"""Check 2: each rank's micro-batch is computed again by a rank on another failure domain and compared bit for bit.
+
+`Auditor` stands between the guarded step and the replay: it records in audit windows, keeps micro-batches by reference
+in all others, holds the audit at the gate, and narrows itself or goes off where the script cannot be computed twice.
+Every decision that ranks must share is made from what all of them have gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sdcrun.core import attribute, ballot, schedule, topology
+from sdcrun.core.audit import FIRST, INTERVAL, REQUESTED, TRIAGE
+from sdcrun.shim import boot, fingerprint
+from sdcrun.shim.checks.calibrate import Calibration
+from sdcrun.shim.checks.lastbatch import LastBatches
+from sdcrun.shim.checks.nonfinite import sum_is_finite
+from sdcrun.shim.checks.opinion import Parcel
+from sdcrun.shim.checks.rounds import Rounds
+from sdcrun.shim.exchange import ExchangeFailed
+from sdcrun.shim.group import BallotFailed
+from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay.determinism import StrictKernels
+from sdcrun.shim.replay.record import Recorder
+from sdcrun.shim.replay.state import replaying
+
+PHASE_AUDIT = 9
+DECLINES = 3
+
+
+@dataclass
+class AuditOutcome:
+    """What the gate must know: `mismatch` is the same on all ranks and means skip; `event` is the data of an "audit"
+    event; `vote`: the weights differ, take the weight vote now."""
+
+    mismatch: bool = False
+    event: dict[str, Any] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    vote: bool = False
+
+
+class Auditor:
+    """The replay audits of one group in this rank. `off`: why there are none any more, or None."""
+
+    def __init__(self, group) -> None:
+        self.group = group
+        self.off: str | None = None
+        self.calibration = Calibration()
+        self.last = LastBatches()
+        self.recorder: Recorder | None = None
+        self.guards: list = []
+        self._stale: list[Recorder] = []
+        self._kernels: StrictKernels | None = None
+        self._audits = 0
+        self._backwards = 0
+        self._window = 1
+        self._why: str | None = None
+        self._declines = 0
+        domains = topology.failure_domains(group.nodes)
+        if not topology.replayer_of(range(group.size), domains, group.devices):
+            reasons = topology.without_partner(range(group.size), domains, group.devices)
+            self._go_off(next(iter(reasons.values()), "no partner"))
+        autograd.observers.append(self)
+
+    # -- the window ---------------------------------------------------------------------------------------------
+
+    def window_opens(self, step: int, audit: bool) -> None:
+        """At the first training forward of a window. `audit`: record it."""
+        self._drop()
+        self.guards = [guard for guard in self.group.guards if guard.ddp is not None]
+        if audit and self.off is None:
+            pick = schedule.audited_position(step, self.group.audit_every, self._window)
+            self.recorder = Recorder(self.guards, pick)
+            self.group.runtime.recording = True
+            if self.calibration.strict:
+                self._kernels = StrictKernels()
+
+    def before_forward(self, guard, inputs: tuple, kwargs: dict) -> Any:
+        """A training forward begins; returns the token for `after_forward`."""
+        place = next((i for i, known in enumerate(self.guards) if known is guard), None)
+        if place is None or replaying():
+            return None
+        token = None
+        if self.recorder is not None and not self.recorder.done:
+            token = self.recorder.before_forward(place, inputs, kwargs)
+        return token, self.last.begin(place, inputs, kwargs)
+
+    def after_forward(self, guard, token: Any, output: Any) -> None:
+        """The module has returned."""
+        recorded, held = token
+        if held is not None:
+            self.last.end(held, output)
+        if recorded is not None and self.recorder is not None:
+            self.recorder.after_forward(recorded, output)
+
+    def left_ddp(self, guard, token: Any, output: Any) -> None:
+        """DDP.forward has returned: what follows is the script's own."""
+        if token is not None and token[0] is not None and self.recorder is not None and not self.recorder.done:
+            self.recorder.left_ddp(token[0], output)
+
+    def around_backward(self, run, tensors: Any, grad_tensors: Any, options: dict) -> Any:
+        """Counts backwards and lets the recorder stand around them."""
+        self._backwards += 1
+        if self.recorder is None:
+            return run(tensors, grad_tensors, options)
+        return self.recorder.around_backward(run, tensors, grad_tensors, options)
+
+    def window_closes(self) -> None:
+        """Drops everything that belongs to the window."""
+        self._window, self._backwards = max(1, self._backwards), 0
+        self._drop()
+        self.group.runtime.recording = False
+
+    def _drop(self) -> None:
+        self.last.clear()
+        if self._kernels is not None:
+            self._kernels.off()
+            self._kernels = None
+        if self.recorder is not None:
+            self._stale.append(self.recorder)
+            self.recorder = None
+        # A mode of the script's own may lie on top of ours: try again at the next occasion.
+        self._stale = [recorder for recorder in self._stale if not recorder.close()]
+        self.guards = []
+        self._why = None
+
+    # -- the gate -----------------------------------------------------------------------------------------------
+
+    def ready(self) -> str | None:
+        """None if this window can be audited, else why not."""
+        if self.off is not None:
+            return self.off
+        if self.recorder is None:
+            return "the window was not recorded from its beginning"
+        if self._why is None:
+            try:
+                self._why = self.recorder.pack() or ""
+                if self.recorder.case is not None:
+                    self.recorder.case.program.strict = self.calibration.strict
+            except Exception as error:
+                self._why = f"recording failed: {type(error).__name__}: {error}"[:160]
+        return self._why or None
+
+    def declined(self, step: int, why: str | None) -> None:
+        """Some rank could not; called on all ranks, which learn the reasons and say them once."""
+        try:
+            said = self.group.exchange.gather((why or "").encode(), self._tag(step))
+        except ExchangeFailed as error:
+            self._go_off(f"the ranks could not exchange why an audit was declined: {error}")
+            return
+        reasons = tuple((self.group.ranks[i], text.decode()) for i, text in enumerate(said) if text)
+        text = reasons[0][1] if reasons else "unknown"
+        self.group.runtime.limit(f"no replay audit at step {step}: {text}", "replay")
+        self._declines += 1
+        if self._declines >= DECLINES and not self._audits:
+            self._go_off(text)
+
+    def at_gate(self, step: int, hit: bool) -> AuditOutcome:
+        """The audit of this window, or the triage of a non-finite gradient; a collective of the group."""
+        outcome = AuditOutcome()
+        if not self.guards:
+            self.guards = [guard for guard in self.group.guards if guard.ddp is not None]
+        parcel = self._parcel(hit)
+        callbacks = dict(self.recorder.callbacks) if self.recorder is not None else {}
+        rounds = Rounds(
+            self.group, self.guards, step, parcel, callbacks, self.calibration.excluded, turn=self._audits
+        )
+        failure, audit = None, None
+        try:
+            audit = rounds.run(
+                self._statement(), self._weights, own=hit or not self.calibration.done, cause=self._cause(step)
+            )
+            kind = attribute.outcome(audit)
+            if kind == attribute.NOT_REPLAYABLE and not hit:
+                self.calibration.revise(rounds, audit)
+        except ExchangeFailed as error:
+            failure = f"the exchange of an audit failed: {error}"
+        except Exception as error:
+            boot.trace(f"audit: {error!r}")
+            failure = f"the audit failed: {type(error).__name__}: {error}"[:200]
+        outcome.seconds = rounds.seconds
+        mismatch = audit is not None and failure is None and kind == attribute.MISMATCH
+        if not self._closing(step, failure, mismatch) or audit is None:
+            return outcome
+        if self.recorder is not None:
+            self._audits += 1
+        if kind == attribute.CLEAN and audit.cause != TRIAGE:
+            self.calibration.passed()
+        if self.calibration.hopeless is not None:
+            self._go_off(self.calibration.hopeless)
+        outcome.mismatch, outcome.vote = mismatch, kind == attribute.WEIGHTS_DIFFER
+        outcome.event = replace(audit, skipped=mismatch).compact().to_json()
+        return outcome
+
+    def _closing(self, step: int, failure: str | None, mismatch: bool) -> bool:
+        """All ranks meet once more, so that nobody skips where anybody failed. False: the audit does not count."""
+        place = ballot.tag(step, 0, PHASE_AUDIT)
+        words = [int(failure is not None), int(mismatch), int(not mismatch), 0, 0, 0, place, -place]
+        try:
+            maxima = self.group.all_reduce_max(words)
+        except BallotFailed as error:
+            self.group.turn_off(f"the ranks did not meet after the audit of step {step}: {error}")
+            return False
+        if maxima[6] != -maxima[7]:
+            self.group.turn_off(f"after the audit of step {step} the ranks were not at the same place")
+            return False
+        if maxima[0] or (maxima[1] and maxima[2]):
+            self._go_off(failure or "another rank could not finish an audit")
+            return False
+        return True
+
+    def _parcel(self, hit: bool) -> Parcel | str:
+        nonfinite = hit and any(
+            guard.local_bad or not all(map(sum_is_finite, guard.local_sums)) for guard in self.guards
+        )
+        case = self.recorder.case if self.recorder is not None else None
+        if self.recorder is not None and (not hit or not nonfinite or (case is not None and not case.finite)):
+            why = self.ready()
+            return why if why is not None else Parcel.of(case)
+        if not nonfinite:
+            return "its own gradients were finite"
+        return self.last.parcel(self.guards, nonfinite)
+
+    def _statement(self) -> dict[str, Any]:
+        case = self.recorder.case if self.recorder is not None else None
+        program = case.program if case is not None else None
+        return {
+            "position": program.position if program else 0,
+            "window": max(self._backwards, 1),
+            "scope": self.calibration.scope(program.kind if program else None),
+        }
+
+    def _weights(self) -> list[int]:
+        """Digest of this rank's weights: replicas that differ cannot compute equal bits."""
+        tensors = [p.detach() for guard in self.guards for p in guard.parameters.values()]
+        rows = fingerprint.fingerprints(tensors)
+        return list(fingerprint.digest(rows, [fingerprint.metadata(tensor) for tensor in tensors]))
+
+    def _cause(self, step: int) -> str:
+        if self.recorder is None:
+            return TRIAGE
+        if not self._audits:
+            return FIRST
+        return INTERVAL if schedule.audit_due(step, self.group.audit_every) else REQUESTED
+
+    def _tag(self, step: int) -> int:
+        return 900 + step % 90
+
+    def _go_off(self, reason: str) -> None:
+        if self.off is None:
+            self.off = reason
+            self.group.emit("check_off", {"check": "replay", "reason": reason, "step": self.group.step})
