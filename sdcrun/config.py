@@ -163,7 +163,7 @@ def _said(setting: str, sources: Mapping[str, str]) -> str:
 def _from_texts(setting: str, texts: list[str], name: str) -> Any:
     """The value of texts from the command line or a variable called `name`; of several the last one counts."""
     if setting == "inject_fault":
-        return list(texts)
+        return [text.strip() for text in texts]
     text = texts[-1].strip()
     if setting in _FLAGS:
         words = {"": True, "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False,
