@@ -119,12 +119,14 @@ def _nnodes(state: State, attempt: Attempt | None) -> int:
 
 
 def _steps(state: State) -> dict[str, int]:
-    """Steps over all attempts; within one, ranks go in lockstep, so the furthest rank speaks for all."""
+    """Steps over all attempts; within one, ranks go in lockstep, so the furthest rank speaks for all. Where no rank ever
+    summed up (killed early), the last step of which anything was said is taken."""
     total = {"seen": 0, "committed": 0, "skipped": 0}
     for attempt in state.roster.attempts.values():
         rows = [s["steps"] for s in attempt.summaries.values()]
         best = {key: max((row[key] for row in rows), default=0) for key in total}
-        best["seen"] = max(best["seen"], attempt.last_step + 1)
+        if not rows:
+            best["seen"] = attempt.last_step + 1
         for key in total:
             total[key] += best[key]
     return total

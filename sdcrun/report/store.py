@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -260,8 +259,3 @@ def find_job(job: str | None, root: str | os.PathLike[str] | None = None) -> Pat
     names = [entry.name for entry in list_jobs(folder)]
     near = difflib.get_close_matches(job, names, n=1)
     raise JobError(f"no job {job!r} in {folder}" + (f"; did you mean {near[0]}?" if near else ""))
-
-
-def new_job_id(now: float | None = None) -> str:
-    """A job id that sorts by time and does not collide: 20260131-174502-1a2b3c."""
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{secrets.token_hex(3)}"

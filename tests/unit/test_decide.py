@@ -1,0 +1,419 @@
+"""The controller's decisions: rules of checks 1 and 3, strikes, policy, what is said and when."""
+
+import pytest
+from eventmaker import Job, comparison
+
+from sdcrun.core import decide, exitcode
+from sdcrun.core.types import Event, Verdict
+
+
+def run(job, finish=True):
+    """Fold a job's events; returns (state, actions)."""
+    state, actions = decide.initial(job.config), []
+    for event in job.events:
+        state, more = decide.apply(state, event)
+        actions += more
+    if finish:
+        actions += decide.finish(state)
+    return state, actions
+
+
+def findings(state):
+    return [entry.finding for entry in state.ledger.ordered()]
+
+
+def only(state):
+    found = findings(state)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def said(actions):
+    return "\n".join(a.data["text"] for a in actions if a.kind == "say")
+
+
+def stops(actions):
+    return [a.data for a in actions if a.kind == "stop"]
+
+
+def test_one_rank_with_local_nan_is_suspect_without_a_strike():
+    job = Job()
+    job.hello()
+    job.nonfinite(5, {2: ["w"]})
+    state, actions = run(job)
+    finding = only(state)
+    assert (finding.verdict, finding.ranks, finding.strike) == (Verdict.SUSPECT, (2,), False)
+    assert not state.ledger.strikes(state.device_key)
+    text = said(actions)
+    for part in ("step 5", "rank 2", "gpu-2", "GPU-0002", "serial S2", "one-rank-local", "skipped", "learning rate"):
+        assert part in text, part
+
+
+def test_several_ranks_with_local_nan_accuse_nobody():
+    job = Job()
+    job.hello()
+    job.nonfinite(5, {1: ["w"], 2: ["w", "b"]})
+    finding = only(run(job)[0])
+    assert (finding.verdict, finding.ranks) == (Verdict.INCONCLUSIVE, ())
+    assert "more likely than hardware" in finding.text
+
+
+def test_overflow_under_a_grad_scaler_is_no_finding_that_counts():
+    job = Job(on_fault="stop", on_suspect="stop", max_skipped=2)
+    job.hello()
+    for step in range(5):
+        job.nonfinite(step, {2: ["w"]}, amp=True)
+    state, actions = run(job)
+    assert {f.verdict for f in findings(state)} == {Verdict.AMP_OVERFLOW}
+    assert not stops(actions) and exitcode.exit_code(state, 0) == 0
+
+
+def test_reduced_nan_on_one_rank_is_a_strike():
+    job = Job()
+    job.hello()
+    job.nonfinite(5, reduced={3: ["w"]})
+    finding = only(run(job)[0])
+    assert (finding.verdict, finding.rule, finding.ranks, finding.strike) == (
+        Verdict.SUSPECT, "one-rank-reduced", (3,), True)  # fmt: skip
+
+
+def test_reduced_nan_everywhere_blames_the_all_reduce():
+    job = Job()
+    job.hello()
+    job.nonfinite(5, reduced=dict.fromkeys(range(4), ["w"]))
+    finding = only(run(job)[0])
+    assert (finding.verdict, finding.rule, finding.ranks) == (Verdict.INCONCLUSIVE, "inside-all-reduce", ())
+
+
+def test_a_sum_that_overflowed_is_clean_after_triage():
+    job = Job()
+    job.hello()
+    job.nonfinite(5, reduced={})
+    assert only(run(job)[0]).verdict is Verdict.CLEAN_AFTER_TRIAGE
+
+
+def test_nobody_is_singled_out_while_ranks_are_silent_and_a_late_view_corrects_it():
+    job = Job()
+    job.hello()
+    job.nonfinite(5, {2: ["w"]}, silent=(3,))
+    state, actions = run(job, finish=False)
+    assert not findings(state) and not said(actions)
+    state, actions = decide.tick(state, 100.0)
+    assert not findings(state)
+    state, actions = decide.tick(state, 111.0)
+    assert only(state).rule == "ranks-missing"
+    late = Job()
+    late.nonfinite(5, {2: ["w"]}, silent=(0, 1, 2))
+    state, actions = decide.apply(state, late.events[0])
+    assert only(state).rule == "one-rank-local"
+
+
+def test_a_rank_that_went_on_without_answering_is_not_waited_for():
+    job = Job()
+    job.hello()
+    job.nonfinite(5, {2: ["w"]}, silent=(3,))
+    job.nonfinite(6, {2: ["w"]})
+    state, _ = run(job, finish=False)
+    assert [f.rule for f in findings(state)] == ["ranks-missing", "one-rank-local"]
+
+
+def test_weight_minority_is_suspect_and_a_second_one_confirms():
+    job = Job()
+    job.hello()
+    job.vote(3, {"w": [2]})
+    state, actions = run(job)
+    finding = only(state)
+    assert (finding.verdict, finding.ranks, finding.strike) == (Verdict.SUSPECT, (2,), True)
+    for part in ("bit 30 flipped", "element 5", "3 agreeing ranks", "Repaired"):
+        assert part in said(actions), part
+    job.vote(9, {"b": [2]})
+    state, actions = run(job)
+    assert "CONFIRMED at step 9" in said(actions)
+    assert state.ledger.strikes(state.device_key) == {"gpu-2/GPU-0002": [(0, 3), (0, 9)]}
+    assert not stops(actions)
+
+
+def test_a_difference_that_persists_is_one_finding_and_one_strike():
+    job = Job(on_weight_fault="report")
+    job.hello()
+    for step in range(3, 20):
+        job.vote(step, {"w": [2]}, action="reported", again=None)
+    state, _ = run(job)
+    assert only(state).step == 3
+    assert state.ledger.strikes(state.device_key) == {"gpu-2/GPU-0002": [(0, 3)]}
+
+
+def test_two_tables_of_one_step_are_one_strike():
+    job = Job()
+    job.hello()
+    job.vote(3, {"w": [2]})
+    job.vote(3, {"0.exp_avg.w": [2]}, table="optimizer")
+    state, _ = run(job)
+    assert len(findings(state)) == 2
+    assert state.ledger.strikes(state.device_key) == {"gpu-2/GPU-0002": [(0, 3)]}
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_minority_in_the_first_step_is_probable_software(attempt):
+    job = Job()
+    job.hello(attempt)
+    job.vote(0, {"w": [2]}, attempt=attempt)
+    finding = only(run(job)[0])
+    assert (finding.verdict, finding.rule, finding.ranks) == (Verdict.INCONCLUSIVE, "minority-at-start", ())
+    assert "probable software" in finding.text and ("restart" in finding.text) == bool(attempt)
+
+
+def test_a_minority_that_moves_is_probable_software():
+    job = Job()
+    job.hello()
+    for step in range(1, 9):
+        job.vote(step, {"w": [1 + step % 3]})
+    state, _ = run(job)
+    assert {(f.verdict, f.rule, f.ranks) for f in findings(state)} == {(Verdict.INCONCLUSIVE, "minority-moves", ())}
+    assert not state.ledger.strikes(state.device_key)
+
+
+def test_a_second_bad_device_does_not_clear_a_confirmed_one():
+    job = Job()
+    job.hello()
+    job.vote(3, {"w": [2]})
+    job.vote(5, {"w": [2]})
+    job.vote(7, {"b": [1]})
+    state, _ = run(job)
+    assert set(state.ledger.strikes(state.device_key)) == {"gpu-1/GPU-0001", "gpu-2/GPU-0002"}
+
+
+def test_injected_faults_on_two_ranks_are_not_a_minority_that_moves():
+    job = Job(faults=("weight:rank=1,step=3", "weight:rank=2,step=6"))
+    job.hello()
+    job.inject(3, 1, spec=0)
+    job.vote(3, {"w": [1]})
+    job.inject(6, 2, spec=1)
+    job.vote(6, {"w": [2]})
+    state, _ = run(job)
+    assert [(f.verdict, f.ranks, f.injected) for f in findings(state)] == [
+        (Verdict.SUSPECT, (1,), True), (Verdict.SUSPECT, (2,), True)]  # fmt: skip
+    assert exitcode.exit_code(state, 0) == 0
+
+
+def test_no_majority_stops_with_87_unless_it_is_to_be_reported():
+    for policy, wanted in (("repair", [87]), ("stop", [87]), ("report", [])):
+        job = Job(world=2, on_weight_fault=policy)
+        job.hello()
+        job.vote(3, no_majority=("w",), action="declined", again=None)
+        state, actions = run(job)
+        assert only(state).verdict is Verdict.INCONCLUSIVE
+        assert [stop["code"] for stop in stops(actions)] == wanted
+        assert exitcode.exit_code(state, 1) == (wanted or [1])[0]
+
+
+def test_most_senders_decide_what_a_vote_was():
+    job = Job()
+    job.hello()
+    job.vote(3, {"w": [2, 3]}, word=False)
+    honest = [e for e in job.events if e.kind == "vote"]
+    lie = Event("vote", "rank:2", 0, 99, 0.0, {**honest[0].data, "minority": {"w": [0]}}, "s1")
+    job.events = [e for e in job.events if e.source != "rank:2" or e.kind != "vote"] + [lie]
+    assert only(run(job)[0]).ranks == (2, 3)
+
+
+def test_max_strikes_stops_with_86():
+    job = Job(max_strikes=3)
+    job.hello()
+    for step in (3, 6, 9, 12):
+        job.vote(step, {"w": [2]})
+    state, actions = run(job)
+    assert [stop["code"] for stop in stops(actions)] == [86]
+    assert exitcode.exit_code(state, 0) == exitcode.exit_code(state, 1) == 86
+    assert "max_strikes" in said(actions)
+
+
+def test_strikes_follow_the_device_when_ranks_move():
+    job = Job()
+    job.hello()
+    job.vote(3, {"w": [2]})
+    job.hello(attempt=1, shift=1)
+    job.vote(4, {"w": [1]}, attempt=1)
+    state, _ = run(job)
+    assert state.ledger.strikes(state.device_key) == {"gpu-2/GPU-0002": [(0, 3), (1, 4)]}
+
+
+def test_on_suspect_stop_and_on_fault_stop():
+    job = Job(on_suspect="stop")
+    job.hello()
+    job.vote(3, {"w": [2]})
+    assert [stop["code"] for stop in stops(run(job)[1])] == [87]
+    job = Job(on_fault="stop")
+    job.hello()
+    job.nonfinite(5, {1: ["w"], 2: ["w"]})
+    assert [stop["code"] for stop in stops(run(job)[1])] == [87]
+
+
+def test_a_job_that_only_skips_is_stopped():
+    job = Job(max_skipped=5)
+    job.hello()
+    for step in (1, 2, 3, 4, 6, 7, 8, 9):
+        job.nonfinite(step, {1: ["w"], 2: ["w"]})
+    assert not stops(run(job)[1])
+    job.nonfinite(5, {1: ["w"], 2: ["w"]})
+    stop = stops(run(job)[1])
+    assert [s["code"] for s in stop] == [87] and "max_skipped" in stop[0]["why"]
+
+
+def test_an_order_to_stop_is_pending_until_it_is_on_record():
+    job = Job(max_strikes=1)
+    job.hello()
+    job.vote(3, {"w": [2]})
+    state, actions = run(job)
+    assert [a.data["code"] for a in decide.pending(state)] == [87]
+    job.emit("command", "controller", {"what": "stop", "why": "strikes", "code": 87})
+    state, actions = run(job)
+    assert decide.pending(state) == [] and exitcode.exit_code(state, 0) == 87
+
+
+def test_a_read_only_fold_decides_nothing():
+    job = Job(max_strikes=1)
+    job.hello()
+    job.vote(3, {"w": [2]})
+    state = decide.initial(job.config)
+    for event in job.events:
+        decide.fold(state, event)
+    decide.finish(state)
+    assert state.stop is None and exitcode.exit_code(state, 0) == 0
+    assert findings(state) == findings(run(job)[0])
+
+
+def test_an_audit_is_wished_for_when_a_nan_is_unclear_but_not_every_step():
+    job = Job(audit_every=100)
+    job.hello()
+    for step in range(30, 36):
+        job.nonfinite(step, {1: ["w"]})
+    _, actions = run(job, finish=False)
+    state, actions = run(job, finish=False)
+    state, more = decide.tick(state, 1.0)
+    state, late = decide.tick(state, 3.0)
+    assert [a.data["what"] for a in actions + more + late if a.kind == "command"] == ["audit"]
+
+
+def test_triage_clears_a_device_whose_nan_another_one_reproduces():
+    job = Job(audit_every=1)
+    job.hello()
+    job.nonfinite(5, {2: ["w"]})
+    job.audit(5, cause="triage", agreed=3, skipped=True, comparisons=[
+        comparison(2, 3, "ring", True, nonfinite_owner=True, nonfinite_replayer=True)])  # fmt: skip
+    state, actions = run(job)
+    finding = only(state)
+    assert (finding.verdict, finding.ranks, finding.strike) == (Verdict.NOT_HARDWARE, (), False)
+    assert any(row["tensor"] == "w" for row in finding.evidence)
+    assert "SUSPECT" not in said(actions)
+
+
+def test_triage_accuses_a_device_whose_nan_is_finite_elsewhere():
+    job = Job(audit_every=1)
+    job.hello()
+    job.audit(5, cause="triage", agreed=3, skipped=True, comparisons=[
+        comparison(2, 3, "ring", False, nonfinite_owner=True, nonfinite_replayer=False)])  # fmt: skip
+    job.nonfinite(5, {2: ["w"]})
+    state, _ = run(job)
+    accusing = [f for f in findings(state) if f.ranks]
+    assert [(f.check, f.verdict, f.ranks, f.strike) for f in accusing] == [
+        ("nonfinite", Verdict.SUSPECT, (2,), True)]  # fmt: skip
+    assert len(state.ledger.strikes(state.device_key)["gpu-2/GPU-0002"]) == 1
+
+
+def test_a_replay_mismatch_convicts_the_odd_one_out_and_a_second_confirms():
+    job = Job(audit_every=1)
+    job.hello()
+    wrong = [comparison(2, 3, "ring", False), comparison(2, 0, "arbiter", False, other="bb")]
+    job.audit(5, comparisons=wrong, agreed=3, skipped=True)
+    job.audit(6, comparisons=wrong, agreed=3, skipped=True)
+    state, actions = run(job)
+    assert [f.ranks for f in findings(state)] == [(2,), (2,)]
+    assert len(state.ledger.strikes(state.device_key)["gpu-2/GPU-0002"]) == 2
+    assert "CONFIRMED at step 6" in said(actions)
+
+
+def test_missing_ranks_are_named_once():
+    job = Job()
+    job.hello(skip=(1, 3))
+    state, _ = run(job, finish=False)
+    texts = [said(decide.tick(state, now)[1]) for now in (0.0, 29.0, 31.0, 60.0)]
+    assert [bool(text) for text in texts] == [False, False, True, False]
+    assert "UNGUARDED: ranks 1 and 3: never said hello" in texts[2]
+
+
+def test_a_vote_is_told_after_a_second_even_when_the_evidence_never_comes():
+    job = Job()
+    job.hello()
+    job.vote(3, {"w": [2]}, word=False)
+    state, actions = run(job, finish=False)
+    assert not said(actions)
+    _, first = decide.tick(state, 10.0)
+    _, second = decide.tick(state, 11.5)
+    assert not said(first) and "SUSPECT at step 3" in said(second)
+
+
+def test_repeated_findings_shrink_to_one_line():
+    job = Job(on_suspect="report", max_strikes=100)
+    job.hello()
+    for step in range(1, 9):
+        job.vote(step, {"w": [2]})
+    _, actions = run(job)
+    assert said(actions).count("  what  ") == 4  # one as suspect, three as confirmed
+
+
+KINDS = (
+    "hello guarded unguarded limit check_off summary nonfinite audit vote word inject checkpoint bye worker_lost job_end "
+    "command approved node_up blind gap never_heard_of"
+).split()
+BROKEN = [
+    {},
+    {"step": "x"},
+    {"step": -1, "group": [0, 0], "rank": None},
+    {"step": 1, "group": 7},
+    {"step": 2**62, "group": ["a"], "steps": [], "checks": 3, "device": "x", "rank": 1},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("data", BROKEN)
+def test_malformed_data_is_counted_and_never_raises(kind, data):
+    state = decide.initial(Job().config)
+    state, _ = decide.apply(state, Event(kind, "rank:0", 0, 1, 0.0, data))
+    decide.finish(state)
+    assert not findings(state)
+
+
+def test_exit_codes_without_faults():
+    state = decide.initial(Job().config)
+    assert [exitcode.exit_code(state, code) for code in (0, 1, -9)] == [0, 1, -9]
+
+
+def smoke(fault, build, code=0, **config):
+    job = Job(faults=(fault,), **config)
+    job.hello()
+    build(job)
+    state, _ = run(job)
+    return exitcode.exit_code(state, code), state
+
+
+def test_smoke_runs():
+    caught = lambda job: (job.inject(3, 2), job.vote(3, {"w": [2]}))  # noqa: E731
+    assert smoke("weight:rank=2,step=3", caught)[0] == 0
+    assert smoke("weight:rank=2,step=3", caught, code=1)[0] == 1
+    assert smoke("weight:rank=2,step=3", lambda job: job.inject(3, 2))[0] == 88
+    assert smoke("weight:rank=2,step=999", lambda job: None)[0] == 88
+    assert smoke("weight:rank=2,step=3", lambda job: (caught(job), job.vote(7, {"w": [1]})))[0] == 88
+    assert smoke("weight:rank=2,step=3", lambda job: job.inject(3, 2, after=1.0))[0] == 88
+    assert smoke("allreduce:step=3,bit=3", lambda job: [job.inject(3, r, site="allreduce") for r in range(4)])[0] == 0
+    stopped = lambda job: [(job.inject(s, 2), job.vote(s, {"w": [2]})) for s in (3, 4, 5)]  # noqa: E731
+    assert smoke("weight:rank=2,step=3,repeat=always", stopped, code=1)[0] == 0
+
+
+def test_a_fault_caught_without_naming_the_device_fails_where_three_replicas_could_name_it():
+    job = Job(faults=("gradient:rank=2,step=3,kind=nan",))
+    job.hello()
+    job.inject(3, 2, site="gradient", after="nan")
+    job.nonfinite(3, {1: ["w"], 2: ["w"]})
+    state, _ = run(job)
+    assert exitcode.exit_code(state, 0) == 88
