@@ -6,6 +6,7 @@ closes; what the script has changed in place by then cannot be used any more, an
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.microbatch import Autocast, Random, dumps, freeze, pack, tensors_of
 from sdcrun.shim.replay import compiled
 from sdcrun.shim.replay.program import FALLBACK, FORWARD, Backward, Call, Entry, Packed, Program, Ref
+from sdcrun.shim.replay.run import all_finite
 from sdcrun.shim.replay.tape import version_of
 
 HOLD_BYTES = 64 << 20
@@ -26,7 +28,8 @@ TAIL = "the non-finite values came from behind the module's outputs, which only 
 
 @dataclass
 class Held:
-    """One micro-batch. `gradients`: (place among the outputs, gradient) of the outputs that got one."""
+    """One micro-batch. `outputs`: the module's, not kept alive; `gradients`: (place among them, gradient) of those that
+    got a small one; `too_large`: some got a large one, or none can be watched."""
 
     place: int
     inputs: tuple
@@ -35,7 +38,7 @@ class Held:
     random: Random
     autocast: Autocast
     compiled: bool
-    outputs: int = 0
+    outputs: list[weakref.ref] = field(default_factory=list)
     gradients: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     too_large: bool = False
 
@@ -72,7 +75,7 @@ class LastBatches:
     def end(self, held: Held, output: Any) -> None:
         """The forward has returned: watch for the gradients of its outputs."""
         tensors = tensors_of(output)
-        held.outputs = len(tensors)
+        held.outputs = [weakref.ref(tensor) for tensor in tensors]
         if held.compiled:
             held.too_large = True
             return
@@ -80,15 +83,24 @@ class LastBatches:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(_keeping(held, number, tensor.output_nr))
 
-    def parcel(self, guards: list, nonfinite: bool) -> Parcel | str:
-        """Everything held as one program; `nonfinite`: whether this rank's own gradients were. Or why it cannot be."""
+    def parcel(self, guards: list) -> Parcel | str:
+        """Everything held as one program, or why it cannot be; to be called where this rank's gradients are not finite.
+
+        Where the gradients of the modules' outputs were small and finite, forwards and backwards are computed again.
+        Else only the forwards, and only if the outputs of this rank were not finite already: what happened behind
+        them would be needed to judge the rest.
+        """
         if not self.held:
             return "no micro-batch of this window was kept"
         if not self.whole:
             return "the micro-batches of this window were too many or too large to be kept"
         externals: dict[Ref, Packed] = {}
         entries: list[Entry] = []
-        backward = not any(held.too_large for held in self.held)
+        backward = not any(held.too_large for held in self.held) and all(
+            all_finite(gradient) for held in self.held for _, gradient in held.gradients
+        )
+        if not backward and not self._seen_bad():
+            return TAIL
         try:
             for number, held in enumerate(self.held):
                 if [version_of(tensor) for tensor in tensors_of((held.inputs, held.kwargs))] != held.versions:
@@ -97,15 +109,18 @@ class LastBatches:
                 entries.append(call)
                 if backward:
                     given = [(call.outs[out], _ship(gradient, externals)) for out, gradient in held.gradients]
-                    if not all(bool(torch.isfinite(gradient).all()) for _, gradient in held.gradients):
-                        return TAIL
                     if given:
                         entries.append(Backward(given=given))
         except Exception as error:
             return f"the inputs cannot be shipped: {type(error).__name__}: {error}"[:160]
         covered = sorted({held.place for held in self.held})
         kind = FALLBACK if backward else FORWARD
-        return Parcel(Program(entries, externals, covered, kind, window=len(self.held)), {}, finite=not nonfinite)
+        return Parcel(Program(entries, externals, covered, kind, window=len(self.held)), {}, finite=False)
+
+    def _seen_bad(self) -> bool:
+        """Outputs of this window that are still there show non-finite values."""
+        alive = [tensor for held in self.held for reference in held.outputs if (tensor := reference()) is not None]
+        return not all(all_finite(tensor) for tensor in alive)
 
     @staticmethod
     def _call(number: int, held: Held, guard, externals: dict) -> Call:
@@ -114,7 +129,7 @@ class LastBatches:
 
         call = Call(
             blob=dumps((held.inputs, held.kwargs), refer),
-            outs=[("v", (number, out)) for out in range(held.outputs)],
+            outs=[("v", (number, out)) for out in range(len(held.outputs))],
             random=held.random.shipped(), guard=held.place, autocast=held.autocast, compiled=held.compiled,
             strict_outs=False, acting=None,
         )  # fmt: skip

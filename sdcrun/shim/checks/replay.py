@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sdcrun.core import attribute, ballot, schedule, topology
-from sdcrun.core.audit import FIRST, INTERVAL, REQUESTED, TRIAGE
+from sdcrun.core.audit import FIRST, INTERVAL, REQUESTED, RING, TRIAGE, Audit
 from sdcrun.shim import boot, fingerprint
 from sdcrun.shim.checks.calibrate import Calibration
 from sdcrun.shim.checks.lastbatch import LastBatches
@@ -27,6 +27,20 @@ from sdcrun.shim.replay.state import replaying
 
 PHASE_AUDIT = 9
 DECLINES = 3
+STRANGERS = 2
+
+
+def _all_differ(audit: Audit) -> bool:
+    """Not one replica got another one's bits: before any audit was clean, that is no reason to withhold an update."""
+    ring = [c for c in audit.comparisons if c.role == RING and c.declined is None]
+    return bool(ring) and all(c.failed for c in ring)
+
+
+def _concise(audit: Audit) -> Audit:
+    """Without the comparisons of quiet cases; those of a non-finite result are never quiet, even if all agree on it."""
+    loud = {c.owner for c in audit.comparisons if c.nonfinite_owner or c.nonfinite_replayer}
+    quiet = replace(audit, comparisons=tuple(c for c in audit.comparisons if c.owner not in loud)).compact()
+    return replace(quiet, comparisons=quiet.comparisons + tuple(c for c in audit.comparisons if c.owner in loud))
 
 
 @dataclass
@@ -57,6 +71,7 @@ class Auditor:
         self._window = 1
         self._why: str | None = None
         self._declines = 0
+        self._strangers = 0
         domains = topology.failure_domains(group.nodes)
         if not topology.replayer_of(range(group.size), domains, group.devices):
             reasons = topology.without_partner(range(group.size), domains, group.devices)
@@ -181,16 +196,23 @@ class Auditor:
             failure = f"the audit failed: {type(error).__name__}: {error}"[:200]
         outcome.seconds = rounds.seconds
         mismatch = audit is not None and failure is None and kind == attribute.MISMATCH
+        everybody = mismatch and not hit and not self.calibration.done and _all_differ(audit)
+        mismatch = mismatch and not everybody
         if not self._closing(step, failure, mismatch) or audit is None:
             return outcome
         if self.recorder is not None:
             self._audits += 1
         if kind == attribute.CLEAN and audit.cause != TRIAGE:
             self.calibration.passed()
+        self._strangers = self._strangers + 1 if everybody else 0
+        if self._strangers >= STRANGERS:
+            self._go_off(
+                "all pairs differ since the first audit: the forward depends on the rank, or devices compute other bits"
+            )
         if self.calibration.hopeless is not None:
             self._go_off(self.calibration.hopeless)
         outcome.mismatch, outcome.vote = mismatch, kind == attribute.WEIGHTS_DIFFER
-        outcome.event = replace(audit, skipped=mismatch).compact().to_json()
+        outcome.event = _concise(replace(audit, skipped=mismatch)).to_json()
         return outcome
 
     def _closing(self, step: int, failure: str | None, mismatch: bool) -> bool:
@@ -217,10 +239,11 @@ class Auditor:
         case = self.recorder.case if self.recorder is not None else None
         if self.recorder is not None and (not hit or not nonfinite or (case is not None and not case.finite)):
             why = self.ready()
-            return why if why is not None else Parcel.of(case)
-        if not nonfinite:
-            return "its own gradients were finite"
-        return self.last.parcel(self.guards, nonfinite)
+            if why is None:
+                return Parcel.of(case)
+            if not nonfinite:
+                return why
+        return self.last.parcel(self.guards) if nonfinite else ""
 
     def _statement(self) -> dict[str, Any]:
         case = self.recorder.case if self.recorder is not None else None

@@ -26,7 +26,7 @@ ROUNDS = 32
 
 class Rounds:
     """One audit of `group` (group ranks inside, global ranks in the record). `parcel`: this rank's micro-batch, or why
-    there is none; `excluded`: names that are not compared."""
+    there is none ("": none is asked for); `excluded`: names that are not compared."""
 
     def __init__(
         self, group, guards: list, step: int, parcel: Parcel | str, callbacks: dict, excluded: frozenset, turn: int
@@ -47,13 +47,13 @@ class Rounds:
         group = self.group
         received = self._ship({owner: [replayer] for owner, replayer in self.partner.items()})
         comparisons = [self._compute(owner, RING) for owner in received]
-        if own:
+        if own and self.mine:
             comparisons.append(self._compute(group.rank, OWN))
         said = self.gather(
             {
                 **statement,
                 "weights": weights(),
-                "declined": self.mine if isinstance(self.mine, str) else None,
+                "declined": (self.mine if isinstance(self.mine, str) else "") or None,
                 "unstable": sorted(self.unstable),
                 "comparisons": [c.to_json() for c in comparisons],
             }
