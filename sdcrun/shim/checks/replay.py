@@ -159,10 +159,14 @@ class Auditor:
 
     def declined(self, step: int, why: str | None) -> None:
         """Some rank could not; called on all ranks, which learn the reasons and say them once."""
+        if self.off is not None:
+            return
+        said, failure = [], None
         try:
             said = self.group.exchange.gather((why or "").encode(), self._tag(step))
         except ExchangeFailed as error:
-            self._go_off(f"the ranks could not exchange why an audit was declined: {error}")
+            failure = f"the ranks could not exchange why an audit was declined: {error}"
+        if not self._closing(step, failure, mismatch=False):
             return
         reasons = tuple((self.group.ranks[i], text.decode()) for i, text in enumerate(said) if text)
         text = reasons[0][1] if reasons else "unknown"

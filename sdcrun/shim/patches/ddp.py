@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from sdcrun.shim import boot, gate
 from sdcrun.shim.checks import nonfinite
+from sdcrun.shim.replay import compiled
 from sdcrun.shim.replay.state import replaying
 
 _originals: dict[str, object] = {}
@@ -211,6 +212,7 @@ def install(runtime) -> None:
     def _run_ddp_forward(self, *inputs, **kwargs):
         if not runtime.active or not torch.is_grad_enabled() or not self.module.training:
             return original_run(self, *inputs, **kwargs)
+        compiled.note()
         token = begin(self, inputs, kwargs)
         output = original_run(self, *inputs, **kwargs)
         if token is not None:
