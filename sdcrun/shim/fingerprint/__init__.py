@@ -2,6 +2,7 @@
 
 from sdcrun.shim.fingerprint.collector import Collector, fingerprint_bytes, fingerprints
 from sdcrun.shim.fingerprint.compare import Difference, differing_words, digest, encode_metas, metadata
+from sdcrun.shim.fingerprint.engines import implementation
 
 __all__ = [
     "Collector",
@@ -11,5 +12,6 @@ __all__ = [
     "encode_metas",
     "fingerprint_bytes",
     "fingerprints",
+    "implementation",
     "metadata",
 ]

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sdcrun.shim.fingerprint import torch_ops
+from sdcrun.shim.fingerprint.engines import Engine, engine
 from sdcrun.shim.fingerprint.fp1 import CHUNK_BYTES, signed64
 from sdcrun.shim.fingerprint.layout import Span, span
 from sdcrun.shim.fingerprint.quiet import quiet
 
 _STREAM_CHUNKS = 4
 _COPIED_BYTES = 1 << 20
-
-
-class Engine(Protocol):
-    """What sums the words of tensors on one device."""
-
-    def add(self, spans: list[Span], slots: list[int]) -> None:
-        """Read tensors now (on CUDA: in the order of the current stream)."""
-
-    def add_to(self, result: Tensor) -> None:
-        """Add the fingerprints to the rows of `result`, int64 [n, 2] on the device."""
 
 
 class Collector:
@@ -78,12 +68,12 @@ class Collector:
         """The fingerprints in the order of adding, int64 [n, 2] on the CPU; empties the collector."""
         with quiet(), self._lock:
             result = torch.zeros(self._count, 2, dtype=torch.int64, device="cpu")
-            for device, engine in self._engines.items():
+            for device, sums in self._engines.items():
                 if device.type == "cpu":
-                    engine.add_to(result)
+                    sums.add_to(result)
                 else:
                     there = torch.zeros(self._count, 2, dtype=torch.int64, device=device)
-                    engine.add_to(there)
+                    sums.add_to(there)
                     result += there.cpu()
             self._engines, self._count = {}, 0
             return result
@@ -93,10 +83,10 @@ class Collector:
             self._engine(device).add(spans, slots)
 
     def _engine(self, device: torch.device) -> Engine:
-        engine = self._engines.get(device)
-        if engine is None:
-            engine = self._engines[device] = torch_ops.Sums(device)
-        return engine
+        found = self._engines.get(device)
+        if found is None:
+            found = self._engines[device] = engine(device)
+        return found
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
@@ -123,9 +113,9 @@ def fingerprint_bytes(chunks: Iterable[bytes | bytearray | memoryview]) -> tuple
     def reduce() -> None:
         nonlocal filled, number, first, second
         with quiet():
-            engine = torch_ops.Sums(torch.device("cpu"))
-            engine.add([span(torch.frombuffer(buffer, dtype=torch.uint8)[:filled])], [0])
-            sums, _, numbers = engine.sums()
+            collected = torch_ops.Sums(torch.device("cpu"))
+            collected.add([span(torch.frombuffer(buffer, dtype=torch.uint8)[:filled])], [0])
+            sums, _, numbers = collected.sums()
             first += int(sums[0].sum())
             second += int(torch_ops.mixed(sums, numbers + number).sum())
         number += _STREAM_CHUNKS
