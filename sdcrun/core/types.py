@@ -32,8 +32,10 @@ bye        {reason: "end"|"destroyed"|"exception", steps: int}
 
 From a supervisor ("node:<host>:<pid>"):  node_up {host, node|null, nnodes, nproc|null, command: [argv], versions, local_nodes}
            worker_lost {rank|null, node|null, exit, text} · node_down {exit} · job_end {exit_code, status}
-From the controller ("controller"):  started {restarted: bool} · command {what: audit|vote|skip|stop, why, code|null} ·
-           blind {since, until, reason} · approved {device, by} · gap {source, after, upto}
+From the controller ("controller"):  started {restarted: bool} · approved {device, by} ·
+           command {what: audit|vote|skip|stop, why, code|null; a stop of the supervisors has to: "supervisors"} ·
+           blind {since, until|null, reason, sources: [the first few], count} · gap {source, after, upto: first and last
+           missing sequence number are after + 1 and upto}
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Blindness:
         self._heard = (now, wall)
 
     def spoke(self, now: float, wall: float) -> None:
-        """Something was sent that the peer will answer."""
+        """Something was sent that the peer answers at once."""
         if self._spoke is None:
             self._spoke = (now, wall)
 
@@ -39,6 +39,10 @@ class Blindness:
         if owed is None or now - owed[0] < BLIND_AFTER:
             return None
         return {"since": owed[1], "until": wall, "reason": "no answer from the controller"}
+
+    def lost(self, now: float, wall: float) -> None:
+        """The connection broke: until now all was well, or until the word that was not answered."""
+        self._heard, self._spoke = self._spoke or (now, wall), None
 
     def reconnected(self, now: float, wall: float) -> dict[str, Any] | None:
         """A new connection stands. Returns {since, until, reason} when the time without one was too long."""

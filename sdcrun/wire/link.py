@@ -20,13 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sdcrun import __version__
-from sdcrun.core.codec import (
-    MAX_LINE,
-    CodecError,
-    Lines,
-    encode_message,
-    message_of,
-)
+from sdcrun.core.codec import MAX_LINE, CodecError, Lines, encode_message, message_of
 from sdcrun.core.types import EVENT_SCHEMA, Config
 from sdcrun.wire.backlog import Backlog
 from sdcrun.wire.blindness import Blindness
@@ -165,8 +159,6 @@ class Link:
             self._over.wait(timeout)
         return self._backlog.empty
 
-    # what follows runs in the link thread, _wake and _warn excepted
-
     def _wake(self) -> None:
         if not self._started:
             # Not a Thread object: an interrupt in the middle of its start would leave it half started.
@@ -195,6 +187,8 @@ class Link:
         for fd in (self._wake_read, self._wake_write):
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    # All that follows runs in the link thread.
 
     def _main(self) -> None:
         try:
@@ -268,7 +262,10 @@ class Link:
                 lines.limit = MAX_LINE
                 welcome, *more = wait_messages(connection, lines)
                 self._welcomed(welcome)
-                self._talk(connection, lines, more)
+                try:
+                    self._talk(connection, lines, more)
+                finally:
+                    self._blindness.lost(time.monotonic(), time.time())
             finally:
                 self._socket = None
 
@@ -312,8 +309,9 @@ class Link:
                 if key not in told:
                     told.add(key)
                     out += pending["message"]
-            if not out:
-                out += self._backlog.next_batch(_BATCH)
+            if not out and (batch := self._backlog.next_batch(_BATCH)):
+                out += batch
+                self._blindness.spoke(now, time.time())
             if closing and not out and self._backlog.empty:
                 if self._finish_grace is not None and not finishing:
                     finishing = True
@@ -323,10 +321,10 @@ class Link:
                     return
             if not out and self._blindness.quiet(now) >= _PING_EVERY:
                 out += encode_message("ping")
+                self._blindness.spoke(now, time.time())
             if out:
                 with contextlib.suppress(BlockingIOError):
                     del out[: connection.send(out)]
-                self._blindness.spoke(now, time.time())
             if closing and now >= self._deadline:
                 return
             wait = min(_PING_EVERY, (due or now + _PING_EVERY) - now, (self._deadline or now + _PING_EVERY) - now)

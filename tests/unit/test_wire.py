@@ -166,6 +166,12 @@ def test_blindness_without_a_connection():
     assert blindness.reconnected(50.0, 1050.0)["since"] == 1000.0
     blindness.heard(50.0, 1050.0)
     assert blindness.reconnected(51.0, 1051.0) is None
+    blindness.lost(70.0, 1070.0)
+    assert blindness.reconnected(90.0, 1090.0)["since"] == 1070.0, "a quiet connection that stood was not blind"
+    blindness.heard(90.0, 1090.0)
+    blindness.spoke(100.0, 1100.0)
+    blindness.lost(120.0, 1120.0)
+    assert blindness.reconnected(121.0, 1121.0)["since"] == 1100.0
 
 
 def test_many_outages_of_one_cause_are_one_statement():
