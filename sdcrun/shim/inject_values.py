@@ -85,10 +85,10 @@ def strike(tensor: torch.Tensor, spec: FaultSpec, rng: random.Random) -> Hit | s
 def _random_start(data, bits, spec: FaultSpec, rng: random.Random) -> int | None:
     """First element of the run; without a condition on values no element is read."""
     fixed_bit = spec.kind == "stuck" and spec.bit is not None
-    if spec.low == 0 and spec.high == math.inf and spec.kind not in ("zero", "scale", "inf") and not fixed_bit:
+    if spec.low == 0 and spec.high == math.inf and spec.kind in ("bitflip", "nan", "stuck") and not fixed_bit:
         return rng.randrange(max(1, data.numel() - spec.count + 1))
     fit = _in_range(data, spec)
-    if spec.kind in ("zero", "scale"):
+    if spec.kind in ("zero", "scale", "sign"):
         fit = fit & (data != 0)
     elif spec.kind == "inf":
         fit = fit & ~torch.isinf(data)
