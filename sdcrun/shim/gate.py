@@ -199,9 +199,10 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
             {"step": step, "group": list(group.ranks), "amp": overflow, "skipped": decision == SKIP,
              "local": bad_local, "reduced": bad_reduced},
         )  # fmt: skip
+    vote_now = False
     if auditing or (result.hit and group.auditor is not None):
-        if _audit(group, step, auditing, why_not, result):
-            decision = SKIP
+        mismatch, vote_now = _audit(group, step, auditing, why_not, result)
+        decision = SKIP if mismatch else decision
     if result.command == ballot.COMMAND_SKIP:
         decision = SKIP
     group.audit_next = result.ask >= ballot.ASK_AUDIT
@@ -211,7 +212,8 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
         for guard in guards:
             guard.zero_gradients()
             guard.restore_buffers()
-    _close(group, guards, decision, overflow, result, started)
+    vote_now = vote_now or result.ask >= ballot.ASK_VOTE or schedule.vote_due(step, group.weights_every)
+    _close(group, guards, decision, overflow, vote_now, started)
     if result.command == ballot.COMMAND_STOP:
         _hold(runtime)
     return decision
@@ -225,11 +227,13 @@ def _command(group, requests: frozenset) -> int:
     return ballot.COMMAND_SKIP if "skip" in requests else ballot.COMMAND_NONE
 
 
-def _audit(group, step: int, auditing: bool, why_not: str | None, result) -> bool:
-    """The replay audit or the triage of a non-finite hit; True if all ranks must skip."""
+def _audit(group, step: int, auditing: bool, why_not: str | None, result) -> tuple[bool, bool]:
+    """The replay audit or the triage of a non-finite hit: (all ranks must skip, the weights must be voted on now)."""
     if auditing and result.decline and not result.hit:
         group.auditor.declined(step, why_not)
-        return False
+        return False, False
+    if group.auditor.off is not None:
+        return False, False
     outcome = group.auditor.at_gate(step, result.hit)
     for part, seconds in outcome.seconds.items():
         group.spend(part, seconds)
@@ -240,13 +244,12 @@ def _audit(group, step: int, auditing: bool, why_not: str | None, result) -> boo
     group.checks["replay"]["fired"] += outcome.mismatch
     if outcome.event is not None:
         group.emit("audit", outcome.event)
-    return outcome.mismatch
+    return outcome.mismatch, outcome.vote
 
 
-def _close(group, guards, decision: str, overflow: bool, result, started: float) -> None:
+def _close(group, guards, decision: str, overflow: bool, vote: bool, started: float) -> None:
     step = group.step
-    due = schedule.vote_due(step, group.weights_every) or result.ask >= ballot.ASK_VOTE
-    group.vote_step = step if due and decision == RUN and not overflow and group.size > 1 else None
+    group.vote_step = step if vote and decision == RUN and not overflow and group.size > 1 else None
     group.vote_buffers = [(guard, guard.buffers_synced) for guard in guards] if group.vote_step is not None else []
     group.last_step = step
     group.step += 1

@@ -172,6 +172,10 @@ class GuardGroup:
         """Takes a new DDP module of this process group under guard, for as long as the script keeps it."""
         self.guards.append(guard)
         self.modules_made += 1
+        if self.auditor is None and self.audit_every and self.size > 1:
+            from sdcrun.shim.checks.replay import Auditor
+
+            self.auditor = Auditor(self)
         weakref.finalize(guard.ddp, self._drop, guard).atexit = False
         if self.weights is not None:
             self.weights.forget()

@@ -26,16 +26,14 @@ def device_of(ddp) -> Device:
     return Device(host, f"cpu-n{node}-l{local_rank}", None, f"CPU {torch.backends.cpu.get_cpu_capability()}")
 
 
-def compatibility() -> dict:
-    """What must be equal on two devices before their bits may be compared."""
+def compatibility() -> str:
+    """What must be equal on two devices before their bits may be compared, as one text."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return {"model": properties.name, "processors": properties.multi_processor_count, "torch": torch.__version__}
-    return {
-        "model": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+        parts = [properties.name, properties.multi_processor_count, torch.version.cuda]
+    else:
+        parts = [torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"]
+    return " / ".join(str(part) for part in (*parts, torch.__version__))
 
 
 def hello(runtime, ddp) -> dict:
