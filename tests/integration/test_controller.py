@@ -119,6 +119,9 @@ def test_controller_killed_while_the_disk_was_full(job):
     for n in range(50, 70):
         link.emit("limit", {"text": str(n), "check": None}, 0)
     wait_for(lambda: "cannot write the record" in job.said())
+    back = Peer(job)
+    back.prove()
+    assert back.hello("rank:0", link.session)["acked"].get("0", 0) <= 50, "acknowledged what is not on record"
     job.kill()
     job.start()
     assert link.close(PATIENCE)
