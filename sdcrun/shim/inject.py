@@ -17,11 +17,9 @@ How each site is reached, and why there:
 
 from __future__ import annotations
 
-import functools
 import weakref
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from sdcrun.shim.inject_base import Fault, Faults
 from sdcrun.shim.inject_hooks import (
@@ -68,8 +66,6 @@ class Injector(Faults):
                 self._hook_gradients(fault, guard)
             elif site == "input" and self._mine(fault):
                 guard.ddp.register_forward_pre_hook(self._input_hook(fault, fault.guard), with_kwargs=True)
-            elif site == "buffer" and self._mine(fault):
-                self._watch_forward(fault)
             if site in ("gradient", "loss") and self not in autograd.observers:
                 autograd.observers.insert(0, self)
 
@@ -238,19 +234,6 @@ class Injector(Faults):
         for fault in self._of(guard, "buffer"):
             buffers = dict(guard.module.named_buffers())
             self._strike_one(fault, guard, {name: buffers[name] for name in fault.names if name in buffers}, step)
-
-    def _watch_forward(self, fault: Fault) -> None:
-        original = DistributedDataParallel._run_ddp_forward
-
-        @functools.wraps(original)
-        def _run_ddp_forward(ddp, *inputs, **kwargs):
-            guard = fault.guard()
-            if guard is not None and guard.ddp is ddp and not replaying():
-                if torch.is_grad_enabled() and guard.module.training and not guard.group.off_reason:
-                    self.buffer(guard, guard.group.step)
-            return original(ddp, *inputs, **kwargs)
-
-        DistributedDataParallel._run_ddp_forward = torch._disable_dynamo(_run_ddp_forward, recursive=False)
 
     def optimizer(self, guard, optimizer, step: int) -> None:
         """After the update of window `step`; state is named `parameter.key`. Step counters are hit only by name."""

@@ -10,6 +10,9 @@ import torch
 
 from sdcrun.core.faultspec import FaultSpec
 
+# A random bit of an activation is worth at least 2^-12 of the value: less is often rounded away on the way to the
+# gradients, and a fault without any effect proves nothing.
+_ROUNDED_AWAY = 12
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -109,7 +112,8 @@ def _in_range(values, spec: FaultSpec):
 def _changed(old, values, spec: FaultSpec, width: int, rng: random.Random):
     """The faulty bit patterns, from patterns `old` of `values`, both [n]."""
     if spec.kind in ("bitflip", "stuck"):
-        patterns = [_with_bit(pattern, spec, values.is_floating_point(), width, rng) for pattern in old.tolist()]
+        choice = _random_bits(values.dtype, spec.site, width)
+        patterns = [_with_bit(pattern, spec, choice, rng) for pattern in old.tolist()]
         return torch.tensor([_signed(p, old.dtype) for p in patterns], dtype=old.dtype, device=old.device)
     if spec.kind == "nan":
         wrong = torch.full(values.shape, math.nan, dtype=torch.float64).to(values.dtype)
@@ -126,15 +130,23 @@ def _changed(old, values, spec: FaultSpec, width: int, rng: random.Random):
     return wrong.to(old.device).view(old.dtype)
 
 
-def _with_bit(pattern: int, spec: FaultSpec, floating: bool, width: int, rng: random.Random) -> int:
-    """One element's pattern with a bit inverted or forced. A random bit of a whole number is its lowest: token numbers
-    and counters stay in a range the script can use."""
+def _random_bits(dtype: torch.dtype, site: str, width: int) -> range:
+    """Bits that bit=random draws from. Of a whole number only the lowest: token numbers and counters stay in a range
+    that the script can use."""
+    if not dtype.is_floating_point:
+        return range(1)
+    mantissa = round(-math.log2(torch.finfo(dtype).eps))
+    return range(max(0, mantissa - _ROUNDED_AWAY) if site in ("activation", "saved") else 0, width)
+
+
+def _with_bit(pattern: int, spec: FaultSpec, choice: range, rng: random.Random) -> int:
+    """One element's pattern with a bit inverted or forced."""
     if spec.bit is not None:
         bit = spec.bit
     elif spec.kind == "bitflip":
-        bit = rng.randrange(width) if floating else 0
+        bit = rng.choice(choice)
     else:
-        free = [b for b in range(width if floating else 1) if (pattern >> b & 1) != spec.to]
+        free = [b for b in choice if (pattern >> b & 1) != spec.to]
         if not free:
             return pattern
         bit = rng.choice(free)

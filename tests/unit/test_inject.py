@@ -198,6 +198,17 @@ def test_what_cannot_fire_says_why(text, tensor, words):
     assert torch.equal(tensor, before)
 
 
+def test_random_bits():
+    def bits(site, dtype):
+        tensors = [torch.ones(1, dtype=dtype) for _ in range(300)]
+        return {strike(t, parse(site), random.Random(n)).bits[0] for n, t in enumerate(tensors)}
+
+    assert bits("gradient", torch.float32) == set(range(32))
+    assert bits("activation", torch.float32) == set(range(11, 32)) == bits("saved", torch.float32)
+    assert bits("activation", torch.bfloat16) == set(range(16))
+    assert bits("input", torch.int64) == {0}
+
+
 def test_strike_is_unseen_by_version_counters_and_by_the_global_generators():
     tensor, generators = torch.ones(100, requires_grad=True), (torch.get_rng_state(), random.getstate())
     version = tensor._version
