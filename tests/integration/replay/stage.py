@@ -1,4 +1,4 @@
-"""A stand-in for the guarded step: patches DDP, holds an audit before every optimizer step, and collects what came of it.
+"""A stand-in for the guarded step: patches DDP, holds an audit before each optimizer step, collects what came of it.
 
 It lets the replay audit be tested by itself, with the real process groups, exchange, recorder and auditor.
 """
@@ -6,7 +6,6 @@ It lets the replay audit be tested by itself, with the real process groups, exch
 from __future__ import annotations
 
 import datetime
-import os
 from types import SimpleNamespace
 
 import torch
@@ -41,13 +40,13 @@ class Stage:
     """One group of all ranks. `outcomes`: what `at_gate` returned; `reasons`: why audits were declined; `audits`: steps
     to audit, None for none."""
 
-    def __init__(self, domains: list[int] | None = None, repeats: int = 3) -> None:
+    def __init__(self, repeats: int = 3) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = tuple(range(self.size))
         store = dist.PrefixStore("stage/", dist.distributed_c10d._get_default_store())
         self.pg = dist.ProcessGroupGloo(store, self.rank, self.size, datetime.timedelta(seconds=60))
         self.exchange = Exchange(self.pg, self.rank, self.size, 60.0)
-        self.nodes = domains if domains is not None else list(range(self.size))
+        self.nodes = list(range(self.size))
         self.devices = [("cpu",)] * self.size
         self.config = Config(replay_repeats=repeats)
         self.audit_every = 1
@@ -177,4 +176,4 @@ def start() -> Stage:
     """Joins the job and sets the stage."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return Stage(domains=[int(d) for d in os.environ["STAGE_DOMAINS"].split(",")] if "STAGE_DOMAINS" in os.environ else None)
+    return Stage()
