@@ -89,11 +89,10 @@ def launch(tokens: list[str], typed: list[str]) -> int:
         print(faultspec.help_text())
         return 0
     settings = config.load(line.own, os.environ)
-    if tokens is not typed or line.script is None or os.path.exists(line.script):
-        return supervise.run(plan.make(line, table, os.environ), settings, ["sdcrun", *typed], os.environ)
-    near = difflib.get_close_matches(line.script, WORDS, n=1)
-    if near and tokens[0] == line.script:
-        raise UsageError(f"no such script or sub-command: {line.script} (did you mean sdcrun {near[0]}?)")
+    if line.script and [line.script] == typed[:1] and not os.path.exists(line.script):
+        near = difflib.get_close_matches(line.script, WORDS, n=1)
+        if near:
+            raise UsageError(f"no such script or sub-command: {line.script} (did you mean sdcrun {near[0]}?)")
     return supervise.run(plan.make(line, table, os.environ), settings, ["sdcrun", *typed], os.environ)
 
 

@@ -20,6 +20,7 @@ IDLE_RESTART_SECONDS = 60.0
 HURRY_SECONDS = 3.0
 LEFT_BEHIND_SECONDS = 3.0
 KILLED_SECONDS = 5.0
+EMPTY_SECONDS = 10.0
 
 
 class Agents:
@@ -41,6 +42,8 @@ class Agents:
         self._reports: dict[int, int] = {}
         self._interrupts = 0
         self._stopped = False
+        self._ending_since: float | None = None
+        self._killed: set[int] = set()
         self._end_all_at: float | None = None
         self._idle_since: float | None = None
         self._kill_at: float | None = None
@@ -94,6 +97,7 @@ class Agents:
             self.voice.say("killing the ranks" + (f" in {HURRY_SECONDS:g} s" if self._interrupts == 1 else " now"))
         elif number not in self.sent:
             self.sent.add(number)
+            self._ending_since = self._ending_since or now
             self._kill_at = self._kill_at or now + 2 * self.grace + 30.0
             for child in self.living.values():
                 child.send(number)
@@ -106,16 +110,20 @@ class Agents:
         if not self._stopped:
             self._stopped = True
             self.voice.say(why)
-            self._kill_at = self._kill_at or time.monotonic() + self.grace + 15.0
+            now = time.monotonic()
+            self._ending_since = self._ending_since or now
+            self._kill_at = self._kill_at or now + self.grace + 15.0
             for child in self.living.values():
                 child.send(signal.SIGTERM)
 
     def ended(self, child: Child) -> list[dict[str, Any]]:
-        """Note the end of an agent; returns what it told of ranks that failed: {rank, exit, text} each."""
+        """Note the end of an agent; returns what it told of ranks that failed: {rank, exit, text, at} each."""
         del self.living[child.pid]
-        self.codes.append(child.code or 0)
+        # One that had to be killed because it waited for other agents would have ended with 1, as any other one does
+        # after a signal.
+        self.codes.append(1 if child.pid in self._killed else child.code or 0)
         rows = self._read_report(self._reports.pop(child.pid))
-        if not self._ending:
+        if not self._stopped and not self.sent:
             self.failures += rows
         if child.code and not self._ending and self.living and len(self.living) < self.plan.min_nodes:
             # On a cluster somebody may start the node again; here nobody does, and the others would wait for it.
@@ -134,7 +142,12 @@ class Agents:
             rows = []
         os.close(descriptor)
         return [
-            {"rank": row["rank"], "exit": row["exit"], "text": f"local rank {row['local_rank']}, pid {row['pid']}"}
+            {
+                "rank": row["rank"],
+                "exit": row["exit"],
+                "text": f"local rank {row['local_rank']}, pid {row['pid']}",
+                "at": row["at"],
+            }
             for row in rows
         ]
 
@@ -143,12 +156,15 @@ class Agents:
         now = time.monotonic()
         if (self._end_all_at is not None and now >= self._end_all_at) or self._idle(now):
             self.stop("a node of this launch has failed and the others cannot go on without it: ending them")
+        if self._ending_since is not None and now >= self._ending_since + EMPTY_SECONDS:
+            # Without ranks an agent only waits for others, in code that does not look at signals.
+            self._kill([child for child in self.living.values() if not child.has_workers])
         hurry = self._kill_at is not None and now >= self._kill_at
         if hurry:
             for child in self.living.values():
                 self._kill_workers(child)
-                if now >= self._kill_at + KILLED_SECONDS:
-                    child.send(signal.SIGKILL)
+            if now >= self._kill_at + KILLED_SECONDS:
+                self._kill(list(self.living.values()))
         if not self.living:
             self._sweep(now, hurry)
         else:
@@ -157,11 +173,19 @@ class Agents:
     def _idle(self, now: float) -> bool:
         """Whether the agents that are left have had no rank for a while: torchrun would wait 300 s for the one that has
         failed. Between two attempts there are none either."""
-        if not self.living or not self.code or any(c.has_workers or not c.workers for c in self.living.values()):
+        if not self.living or not self.code or any(child.has_workers for child in self.living.values()):
             self._idle_since = None
             return False
         self._idle_since = now if self._idle_since is None else self._idle_since
-        return now - self._idle_since >= (IDLE_RESTART_SECONDS if self.plan.options.max_restarts else IDLE_SECONDS)
+        seen = all(child.workers for child in self.living.values())
+        return now - self._idle_since >= (
+            IDLE_SECONDS if seen and not self.plan.options.max_restarts else IDLE_RESTART_SECONDS
+        )
+
+    def _kill(self, children: list[Child]) -> None:
+        for child in children:
+            self._killed.add(child.pid)
+            child.send(signal.SIGKILL)
 
     @staticmethod
     def _kill_workers(child: Child) -> None:
@@ -188,7 +212,7 @@ class Agents:
     def explain(self) -> None:
         """Say which rank failed first, and what its exit code means."""
         if self.failures:
-            first = self.failures[0]
+            first = min(self.failures, key=lambda row: row["at"])
             self.voice.say(f"first rank that failed: {first['rank']} ({first['text']}), {meaning(first['exit'])}")
 
 

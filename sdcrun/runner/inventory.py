@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -33,9 +32,11 @@ def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of what runs here, read from metadata."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+        torch = version("torch")
+    except PackageNotFoundError:
         torch = None
     return {"sdcrun": __version__, "torch": torch, "python": platform.python_version(), "driver": None}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -92,8 +91,7 @@ def _nproc(text: str) -> int | None:
     try:
         count = int(text)
     except ValueError:
-        # A backend that is no part of torch may bring a word of its own.
-        if text in _NPROC_WORDS or importlib.metadata.entry_points(group="torch.backends"):
+        if text in _NPROC_WORDS or _other_backends():
             return None
         near = difflib.get_close_matches(text, _NPROC_WORDS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -101,6 +99,13 @@ def _nproc(text: str) -> int | None:
     if count < 1:
         raise UsageError(f"--nproc-per-node {text}: must be 1 or more")
     return count
+
+
+def _other_backends() -> bool:
+    """Whether a backend is installed that is no part of torch; it may bring a word of its own."""
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group="torch.backends"))
 
 
 def _check_values(options: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def tell_failures(error, report):
         return
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     rows = [
-        {"rank": rank, "local_rank": f.local_rank, "pid": f.pid, "exit": f.exitcode, "text": str(f.message)[:500]}
+        {"rank": rank, "local_rank": f.local_rank, "pid": f.pid, "exit": f.exitcode, "at": f.timestamp}
         for rank, f in failures[:64]
     ]
     try:
