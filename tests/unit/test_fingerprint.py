@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdcrun.shim import fingerprint as fp
-from sdcrun.shim.fingerprint import fp1, reference, torch_ops
+from sdcrun.shim.fingerprint import engines, fp1, layout, reference, torch_ops
 from sdcrun.shim.fingerprint.quiet import quiet
 
 SIZES = [0, 1, 7, 1023, 1024, 1025, 65535, 65536, 65537, 131072, 300001, 8 * 65536 + 3]
@@ -146,6 +146,7 @@ def test_negative_zero_and_nan_payloads_are_different_bits():
     assert len({one(quiet_nan), one(other_nan), one(signalling)}) == 3
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_tensors_are_indices_then_values():
     dense = torch.zeros(50, 3)
     dense[7, 1], dense[40] = 2.0, -1.0
@@ -173,10 +174,10 @@ def test_quantised_and_nested_tensors():
     assert one(quantised) == one(quantised.int_repr())
     assert fp.metadata(quantised) != fp.metadata(torch.quantize_per_tensor(torch.zeros(9), 0.2, 3, torch.qint8))
     a, b = torch.randn(3, 4), torch.randn(5, 4)
-    for layout in (torch.strided, torch.jagged):
-        nested = torch.nested.nested_tensor([a, b], layout=layout)
-        same = torch.nested.nested_tensor([a, b], layout=layout)
-        other = torch.nested.nested_tensor([a, b + 1], layout=layout)
+    for kind in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([a, b], layout=kind)
+        same = torch.nested.nested_tensor([a, b], layout=kind)
+        other = torch.nested.nested_tensor([a, b + 1], layout=kind)
         assert one(nested) == one(same) != one(other)
         assert fp.metadata(nested) == fp.metadata(same)
 
@@ -304,6 +305,39 @@ def test_any_view_of_any_shape(shape, order, step, dtype):
     if shape and step > 1:
         tensor = tensor[::step]
     assert one(tensor) == reference.fingerprint(tensor)
+
+
+def test_which_implementation_and_why():
+    assert fp.implementation(torch.device("cpu")) == "torch"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: Triton is to work on it")
+def test_a_triton_that_does_not_work_is_replaced_and_the_reason_kept():
+    kind, text = engines._choose(torch.device("cuda"))
+    assert kind is torch_ops.Sums
+    assert text.startswith("torch (Triton does not work here: ") and len(text) > 40
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_gives_the_bits_of_the_reference():
+    given = [make() for make in STRIDED.values()] + [noise(n) for n in (1, 262_144, 3_000_001)]
+    there = [t.cuda() for t in given]
+    expected = [reference.fingerprint(t) for t in there]
+    assert rows(fp.fingerprints(there)) == expected
+    collector = fp.Collector()
+    for i, tensor in enumerate(there):
+        with torch.cuda.stream(torch.cuda.Stream()) if i % 3 == 0 else torch.cuda.stream(None):
+            collector.add(tensor)
+    assert rows(collector.table()) == expected
+    mixed_devices = [x for pair in zip(given, there) for x in pair]
+    assert rows(fp.fingerprints(mixed_devices)) == [reference.fingerprint(t) for t in mixed_devices]
+    with quiet():
+        device = there[0].device
+        result = torch.zeros(len(there), 2, dtype=torch.int64, device=device)
+        sums = torch_ops.Sums(device)
+        sums.add([layout.span(t) for t in there], list(range(len(there))))
+        sums.add_to(result)
+    assert rows(result.cpu()) == expected
 
 
 def test_equal_in_another_process():

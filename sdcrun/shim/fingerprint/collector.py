@@ -94,7 +94,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
     Any dtype, device and strides (see `layout.span` for which bytes are read). No graph, no random numbers, no
     inference tensors; the user's function and dispatch modes do not see it (`quiet`). On the CPU it runs on the
-    calling thread alone with 6.3 MiB of scratch, two threads at once with twice that; tensors with gaps are copied
+    calling thread alone with 4.3 MiB of scratch, two threads at once with twice that; tensors with gaps are copied
     besides.
     """
     collector = Collector()

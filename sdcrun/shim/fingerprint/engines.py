@@ -57,7 +57,7 @@ def _choose(device: torch.device) -> tuple[Callable[[torch.device], Engine], str
         if not agree(triton_kernel.Sums, torch_ops.Sums, device):
             return torch_ops.Sums, "torch (the Triton kernel gave other bits)"
     except Exception as error:
-        return torch_ops.Sums, f"torch (no Triton: {type(error).__name__}: {error})"[:200]
+        return torch_ops.Sums, f"torch (Triton does not work here: {type(error).__name__}: {error})"[:200]
     return triton_kernel.Sums, "triton"
 
 

@@ -1,6 +1,6 @@
 """FP1 in torch operations: for the CPU, and for any device that has no kernel of its own.
 
-32-bit words are widened into a reused int64 scratch, 8 chunks at a time, and reduced there. What is shorter than a
+32-bit words are widened into a reused int64 scratch, 4 chunks at a time, and reduced there. What is shorter than a
 chunk (most tensors, and the tail of every other one) is gathered into one int64 area of rows of 1,024 words and
 reduced in one go; the mixing at the end is done for all chunks of all tensors together. Widening first is a must:
 torch has no integer reduction that reads 32-bit words without making a copy of them twice as large.
@@ -13,13 +13,15 @@ import threading
 import torch
 from torch import Tensor
 
-from sdcrun.shim.fingerprint.fp1 import CHUNK_BYTES, CHUNK_WORDS, MASK32, MIX64_A, MIX64_B, PHI64, WEIGHT_SEED, signed64
+from sdcrun.shim.fingerprint import fp1
+from sdcrun.shim.fingerprint.fp1 import CHUNK_BYTES, CHUNK_WORDS, MASK32
 from sdcrun.shim.fingerprint.layout import Span, view
 
-GROUP_CHUNKS = 8
+GROUP_CHUNKS = 4
 ROW_WORDS = 1024
 SMALL_ROWS = 256
-_KEPT_VIEWS = 8192
+_KEPT_VIEWS = 2048
+_FEW_CHUNKS = 48  # up to here the final mixing is faster in Python's integers than in some twenty torch operations
 
 _tables: dict[torch.device, Tensor] = {}
 
@@ -31,7 +33,7 @@ def table(device: torch.device) -> Tensor:
         if device.type != "cpu":
             found = table(torch.device("cpu")).to(device)
         else:
-            h = torch.arange(WEIGHT_SEED, WEIGHT_SEED + CHUNK_WORDS, dtype=torch.int64, device="cpu")
+            h = torch.arange(fp1.WEIGHT_SEED, fp1.WEIGHT_SEED + CHUNK_WORDS, dtype=torch.int64, device="cpu")
             h = ((h ^ (h >> 16)) * 0x85EBCA6B) & MASK32
             h = ((h ^ (h >> 13)) * 0xC2B2AE35) & MASK32
             found = (h ^ (h >> 16)) >> 1
@@ -43,20 +45,31 @@ def table(device: torch.device) -> Tensor:
 
 def mix64(z: Tensor) -> Tensor:
     """`fp1.mix64` of every element of an int64 tensor, in place; returns it."""
-    for shift, factor in ((30, MIX64_A), (27, MIX64_B)):
-        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(signed64(factor))
+    for shift, factor in ((30, fp1.MIX64_A), (27, fp1.MIX64_B)):
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(fp1.signed64(factor))
     return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
 
 
 def mixed(sums: Tensor, numbers: Tensor) -> Tensor:
     """The term that each chunk adds to the second value: int64 [k] from its sums (int64 [2, k]) and number r (int64
     [k])."""
-    inner = mix64((numbers + 1).mul_(signed64(PHI64)).add_(sums[0]))
+    inner = mix64((numbers + 1).mul_(fp1.signed64(fp1.PHI64)).add_(sums[0]))
     return mix64(inner.bitwise_xor_(sums[1]))
 
 
+def follow(device: torch.device, previous: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+    """Let the current stream of a CUDA device wait for what was done on `previous`; returns the current stream. Scratch
+    and results are handed from stream to stream this way. None on other devices, which have no streams here."""
+    if device.type != "cuda":
+        return None
+    current = torch.cuda.current_stream(device)
+    if previous is not None and previous != current:
+        current.wait_stream(previous)
+    return current
+
+
 class Scratch:
-    """Memory for one computation at a time on one device: 4 MiB for groups of chunks, 2 MiB for small pieces, and 256
+    """Memory for one computation at a time on one device: 2 MiB for groups of chunks, 2 MiB for small pieces, and 256
     KiB of bytes when something misaligned comes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,6 +77,7 @@ class Scratch:
         self.group = torch.empty(GROUP_CHUNKS, CHUNK_WORDS, dtype=torch.int64, device=device)
         self.rows = torch.empty(SMALL_ROWS, ROW_WORDS, dtype=torch.int64, device=device)
         self.bytes: Tensor | None = None
+        self.stream: torch.cuda.Stream | None = None
         self._flat = self.rows.view(-1)
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor | None, Tensor]] = {}
 
@@ -82,7 +96,7 @@ class Scratch:
 
 
 class _Pool:
-    """Scratches that wait for their next use, at most two (12.5 MiB), never more than threads were ever at work at
+    """Scratches that wait for their next use, at most two (8.5 MiB), never more than threads were ever at work at
     once."""
 
     def __init__(self) -> None:
@@ -123,6 +137,7 @@ class Sums:
         """Read tensors; `slots` are the rows of the result that they add to."""
         if self._scratch is None:
             self._scratch = pool.take(self.device)
+        self._scratch.stream = follow(self.device, self._scratch.stream)
         into: list[Tensor] = []
         source: list[Tensor] = []
         gaps: list[Tensor] = []
@@ -201,6 +216,7 @@ class Sums:
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Everything collected: (S0 and S1, int64 [2, k]; each chunk's slot, int64 [k]; its number r, int64 [k])."""
         if self._scratch is not None:
+            self._scratch.stream = follow(self.device, self._scratch.stream)
             self._flush()
             pool.give(self.device, self._scratch)
             self._scratch = None
@@ -219,7 +235,15 @@ class Sums:
     def add_to(self, result: Tensor) -> None:
         """Add the fingerprints to the rows of `result`, int64 [n, 2] on this device."""
         sums, slots, numbers = self.sums()
-        if slots.numel():
+        if not slots.numel():
+            return
+        if self.device.type == "cpu" and slots.numel() <= _FEW_CHUNKS:
+            rows = [[0, 0] for _ in range(len(result))]
+            for s0, s1, slot, number in zip(*sums.tolist(), slots.tolist(), numbers.tolist()):
+                rows[slot][0] += s0
+                rows[slot][1] += fp1.mix64(s1 ^ fp1.mix64(s0 + (number + 1) * fp1.PHI64))
+            result += torch.tensor([[fp1.signed64(first), fp1.signed64(second)] for first, second in rows])
+        else:
             result.index_add_(0, slots, torch.stack((sums[0], mixed(sums, numbers)), 1))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sdcrun.shim.fingerprint import fp1
 from sdcrun.shim.fingerprint.layout import Span
+from sdcrun.shim.fingerprint.torch_ops import follow
 
 _BLOCK = 1024
 _WARPS = 4
@@ -162,7 +163,7 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._result = torch.zeros(_ROWS, 2, dtype=torch.int64, device=device)
-        self._streams = [torch.cuda.current_stream(device)] if device.type == "cuda" else []
+        self._stream = follow(device, None)
 
     def add(self, spans: list[Span], slots: list[int]) -> None:
         """Launch the reading of tensors; `slots` are the rows of the result that they add to."""
@@ -170,7 +171,7 @@ class Sums:
         if not work:
             return
         if self.device.type == "cuda":
-            self._join_stream()
+            self._stream = follow(self.device, self._stream)
             with torch.cuda.device(self.device):
                 self._launch([s for s, _ in work], [slot for _, slot in work])
         else:
@@ -190,16 +191,8 @@ class Sums:
             table = _table_on(self.device, spans, slots)
             table_kernel[(len(table),)](table, self._result, BLOCK=_BLOCK, num_warps=_WARPS)
 
-    def _join_stream(self) -> None:
-        """The current stream must not touch the result before the stream that made it has."""
-        current = torch.cuda.current_stream(self.device)
-        if current not in self._streams:
-            current.wait_stream(self._streams[0])
-            self._streams.append(current)
-
     def add_to(self, result: Tensor) -> None:
         """Add the fingerprints to the rows of `result`, int64 [n, 2] on this device."""
-        for stream in self._streams:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+        follow(self.device, self._stream)
         n = min(len(result), len(self._result))
         result[:n] += self._result[:n]
