@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from sdcrun.core.roster import Group
 from sdcrun.core.types import CHECKS, Finding, Verdict
 
 STRIKES_CONFIRM = 2
@@ -20,7 +21,7 @@ class CaseKey:
     attempt: int
     step: int
     check: str
-    group: tuple[int, ...]
+    group: Group
     table: str = ""
 
 

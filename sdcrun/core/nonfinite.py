@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from sdcrun.core import words
+from sdcrun.core.roster import MAX_PEERS, Group
 from sdcrun.core.types import Finding, Verdict
 
 KEPT = 8
@@ -65,7 +67,7 @@ class NonfiniteCase:
 
     attempt: int
     step: int
-    group: tuple[int, ...]
+    group: Group
     views: dict[int, View] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
     closed: bool = False
@@ -74,11 +76,6 @@ class NonfiniteCase:
     def complete(self) -> bool:
         """Whether every rank of the group has answered."""
         return len(self.views) >= len(self.group)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the step was skipped for a value that no GradScaler expects."""
-        return any(v.skipped and not v.amp for v in self.views.values())
 
 
 def judge(case: NonfiniteCase) -> list[Finding]:
@@ -218,7 +215,8 @@ def _finding(
 
 
 def _evidence(case: NonfiniteCase, rank: int, phase: str, bad: Bad) -> dict[str, Any]:
-    fine = [r for r in case.group if r in case.views and bad.tensor not in getattr(case.views[r], phase)]
+    agree = (r for r in case.group if r in case.views and bad.tensor not in getattr(case.views[r], phase))
+    fine = list(islice(agree, MAX_PEERS))
     return {
         "step": case.step,
         "check": "nonfinite",

@@ -62,7 +62,10 @@ def _unguarded(state: State, event: Event) -> None:
 
 
 def _limit(state: State, event: Event) -> None:
-    _add_limit(state.roster.attempt(event.attempt), str(event.data["text"]))
+    text = str(event.data["text"])
+    _add_limit(state.roster.attempt(event.attempt), text)
+    if event.data.get("unfired") is not None:
+        state.unfired.setdefault(int(event.data["unfired"]), text.partition("never fired: ")[2] or text)
 
 
 def _add_limit(attempt: Attempt, text: str) -> None:
@@ -98,7 +101,7 @@ def _summary(state: State, event: Event) -> None:
 def _nonfinite(state: State, event: Event) -> None:
     _, step = _step(state, event)
     rank, group = _rank(event), group_of(event.data["group"])
-    if rank not in group:
+    if rank not in group.members:
         raise ValueError("a view from outside the group")
     view = nonfinite.view_of(event.data)
     key = CaseKey(event.attempt, step, "nonfinite", group)
@@ -107,7 +110,7 @@ def _nonfinite(state: State, event: Event) -> None:
         state.open_cases.add(key)
     case = state.cases[key]
     case.views[rank] = view
-    if case.skipped:
+    if view.skipped and not view.amp:
         state.skips.setdefault((event.attempt, group), set()).add(step)
     if case.closed:
         rejudge(state, key)
@@ -139,7 +142,7 @@ def _vote(state: State, event: Event) -> None:
     _, step = _step(state, event)
     group, table = group_of(event.data["group"]), str(event.data["table"])
     rank = _rank(event)
-    if rank not in group:
+    if rank not in group.members:
         raise ValueError("a vote from outside the group")
     history = state.votes.setdefault((event.attempt, group, table), VoteHistory())
     history.case(event.attempt, step, group, table)

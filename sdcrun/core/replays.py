@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from sdcrun.core import attribute
 from sdcrun.core.attribute import CLEAN, NOT_REPLAYABLE, Audit, History
 from sdcrun.core.ledger import CaseKey
+from sdcrun.core.roster import group_of
 from sdcrun.core.triage import triage
 from sdcrun.core.types import Event, Finding
 from sdcrun.core.votes import standing
@@ -38,7 +39,7 @@ class ReplayBook:
         All senders should say the same; where one does not, the account of most stands.
         """
         audit = Audit.from_json(event.data)
-        group = tuple(sorted(audit.group))
+        group = group_of(audit.group)
         key = CaseKey(event.attempt, audit.step, "replay", group)
         case = self.audits.get(key)
         said = case.said if case else {}

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
+from sdcrun.core.audit import unruns
 from sdcrun.core.types import Device, Event
 
 NEVER_SAID_HELLO = (
     "never said hello (python -I or -S, another interpreter, PYTHONPATH replaced, an inner launcher, SDCRUN_DISABLE, "
     "or torch was never imported)"
 )
+MAX_PEERS = 64
 NO_DDP = "said hello, but no DistributedDataParallel module was made in it"
 
 
@@ -59,10 +62,34 @@ def rank_of(source: str) -> int | None:
     return int(number) if kind == "rank" and number.isdigit() else None
 
 
-def group_of(values: Any) -> tuple[int, ...]:
-    """Global ranks of a group as a sorted tuple; ValueError when they are not distinct integers."""
-    ranks = tuple(sorted(int(r) for r in values))
-    if len(set(ranks)) != len(ranks):
+def group_of(values: Any) -> Group:
+    """Global ranks of a group, sorted, from a list of them or of runs [first, length]; ValueError or TypeError when
+    they are not distinct integers."""
+    coded = tuple(tuple(item) if isinstance(item, list) else int(item) for item in values)
+    return _distinct(coded)
+
+
+class Group(tuple[int, ...]):
+    """Global ranks, sorted. Its hash and the set of its members are made once: a group may have 16,384 ranks and is
+    part of every key."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The ranks as a set."""
+        return frozenset(self)
+
+
+@lru_cache(maxsize=64)
+def _distinct(coded: tuple[Any, ...]) -> Group:
+    ranks = Group(sorted(unruns(list(coded), 1)))
+    if len(ranks.members) != len(ranks):
         raise ValueError("a rank twice in one group")
     return ranks
 
@@ -83,7 +110,9 @@ class Roster:
 
     def attempt(self, number: int) -> Attempt:
         """The record of attempt `number`, made on first use."""
-        return self.attempts.setdefault(number, Attempt(number))
+        if number not in self.attempts:
+            self.attempts[number] = Attempt(number)
+        return self.attempts[number]
 
     @property
     def last(self) -> Attempt | None:

@@ -42,7 +42,7 @@ def fault_rows(state: State) -> list[FaultRow]:
     for position, text in enumerate(state.config.faults):
         firings = [f for f in state.firings.all if f.position == position]
         mine = [(finding, [f for f in why if f.position == position]) for finding, why in explained]
-        rows.append(_row(state, text, firings, [(finding, why) for finding, why in mine if why]))
+        rows.append(_row(state, position, text, firings, [(finding, why) for finding, why in mine if why]))
     return rows
 
 
@@ -62,11 +62,21 @@ def problems(state: State) -> list[str]:
     return found
 
 
-def _row(state: State, text: str, firings: list[Firing], caught: list[tuple[Finding, list[Firing]]]) -> FaultRow:
+def _unfired(state: State, position: int) -> str:
+    """Why a fault never fired, as its ranks said."""
+    if position in state.unfired:
+        return f"it never fired: {words.clean(state.unfired[position], 200)}"
+    guarded = any(attempt.modules for attempt in state.roster.attempts.values())
+    return "it never fired (no such step, rank or tensor?)" if guarded else "it never fired: no rank was guarded"
+
+
+def _row(
+    state: State, position: int, text: str, firings: list[Firing], caught: list[tuple[Finding, list[Firing]]]
+) -> FaultRow:
     trained = sorted((f for f in firings if f.phase == "step"), key=lambda f: (f.attempt, f.step, f.rank))
     first = trained[0] if trained else None
     if first is None:
-        gone = None if state.stop else "it never fired (no such step, rank or tensor?)"
+        gone = None if state.stop else _unfired(state, position)
         return FaultRow(text, 0, None, None, None, None, None, None, gone)
     unseen = _unseen(state, text, first)
     checkpoint = _caught_at_checkpoint(state, first) if first.site == "checkpoint" else None

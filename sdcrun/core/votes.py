@@ -11,9 +11,11 @@ import json
 from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from sdcrun.core import words
+from sdcrun.core.roster import MAX_PEERS, Group
 from sdcrun.core.types import Finding, Verdict
 
 KEPT = 8
@@ -31,7 +33,7 @@ class VoteCase:
 
     attempt: int
     step: int
-    group: tuple[int, ...]
+    group: Group
     table: str
     said: dict[str, set[int]] = field(default_factory=dict)
     minority: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class VoteCase:
             "again": data.get("again"),
             "why": data.get("why"),
         }
-        if any(set(ranks) - set(self.group) for ranks in content["minority"].values()):
+        if any(rank not in self.group.members for ranks in content["minority"].values() for rank in ranks):
             raise ValueError("a minority rank outside the group")
         self.said.setdefault(json.dumps(content, sort_keys=True), set()).add(rank)
         best = json.loads(standing(self.said))
@@ -85,7 +87,7 @@ class VoteHistory:
         self._seen: Counter[int] = Counter()
         self._votes = 0
 
-    def case(self, attempt: int, step: int, group: tuple[int, ...], table: str) -> VoteCase:
+    def case(self, attempt: int, step: int, group: Group, table: str) -> VoteCase:
         """The case of `step`, made on first use; call `update` after a change to it."""
         if step not in self.cases:
             insort(self.steps, step)
@@ -239,12 +241,17 @@ def _row(case: VoteCase, tensor: str, rank: int | None, peers: list[int]) -> dic
     }
 
 
+def _peers(case: VoteCase, tensor: str) -> list[int]:
+    """The first ranks that agree on `tensor`."""
+    return list(islice((rank for rank in case.group if rank not in case.minority[tensor]), MAX_PEERS))
+
+
 def _evidence(case: VoteCase, rank: int, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Evidence rows against `rank`: one per tensor, with the word where the rank could say."""
     said = {str(row.get("tensor")): row for row in known}
     rows = []
     for tensor in sorted(t for t, ranks in case.minority.items() if rank in ranks)[:KEPT]:
-        row = _row(case, tensor, rank, [r for r in case.group if r not in case.minority[tensor]])
+        row = _row(case, tensor, rank, _peers(case, tensor))
         if tensor in said:
             keys = (
                 "dtype",

@@ -119,8 +119,8 @@ def _nnodes(state: State, attempt: Attempt | None) -> int:
 
 
 def _steps(state: State) -> dict[str, int]:
-    """Steps over all attempts; within one, ranks go in lockstep, so the furthest rank speaks for all. Where no rank ever
-    summed up (killed early), the last step of which anything was said is taken."""
+    """Steps over all attempts; within one, ranks go in lockstep, so the furthest rank speaks for all. Without
+    any sum (killed early), the last step of which anything was said is taken."""
     total = {"seen": 0, "committed": 0, "skipped": 0}
     for attempt in state.roster.attempts.values():
         rows = [s["steps"] for s in attempt.summaries.values()]
@@ -227,6 +227,7 @@ def _suspect(state: State, key: str, found: list[tuple[Finding, int]], strikes: 
     approvals = [a["by"] for a in state.approvals if a["device"] in (key, device.uuid)]
     return {
         "device": device_row(device),
+        "names": _names(state, device.host),
         "rank": rank,
         "local_rank": place.local_rank if place else None,
         "node": place.node if place else None,
@@ -242,6 +243,14 @@ def _suspect(state: State, key: str, found: list[tuple[Finding, int]], strikes: 
         "injected": injected,
         "evidence": evidence[:MAX_EVIDENCE],
     }
+
+
+def _names(state: State, host: str) -> dict[str, str | None]:
+    """What the schedulers call the machine, as its supervisor said."""
+    facts = [node for node in state.roster.nodes if node.get("host") == host]
+    known = facts[-1] if facts else {}
+    keys = ("slurm_node", "kubernetes_node", "pod")
+    return {key: None if known.get(key) is None else str(known[key]) for key in keys}
 
 
 def device_row(device: Device) -> dict[str, Any]:

@@ -18,40 +18,46 @@ HYPERPOD_LABEL = "sagemaker.amazonaws.com/node-health-status=UnschedulablePendin
 TAINT = "sdcrun/silent-data-corruption"
 
 
-def _slurm(host: str, reason: str) -> list[str]:
-    node = host.partition(".")[0]
+def _slurm(host: str, reason: str, names: dict[str, str | None]) -> list[str]:
+    node = _slurm_node(host, names)
     return [
         f"scontrol update NodeName={node} State=DRAIN Reason={shlex.quote(f'[node_problem] {reason} [sdcrun]')}",
         f"# requeue without it: sbatch --exclude={node} YOUR_SCRIPT",
     ]
 
 
-def _kubernetes(host: str, reason: str) -> list[str]:
+def _slurm_node(host: str, names: dict[str, str | None]) -> str:
+    return names["slurm_node"] or host.partition(".")[0]
+
+
+def _kubernetes(host: str, reason: str, names: dict[str, str | None]) -> list[str]:
     return [
-        _node_of(host),
+        _node_of(host, names),
         'kubectl cordon "$NODE"',
         f'kubectl taint nodes "$NODE" {TAINT}=suspect:NoSchedule --overwrite',
         f'kubectl annotate node "$NODE" {TAINT}-reason={shlex.quote(reason)} --overwrite',
     ]
 
 
-def _node_of(host: str) -> str:
-    """A shell line that sets NODE: in a pod the host name is the pod's, elsewhere the node's."""
+def _node_of(host: str, names: dict[str, str | None]) -> str:
+    """A shell line that sets NODE: as the supervisor knew it, else by the host name, which in a pod is the pod's."""
+    if names["kubernetes_node"]:
+        return f"NODE={names['kubernetes_node']}"
     return f"NODE=$(kubectl get pod {host} -o jsonpath='{{.spec.nodeName}}' 2>/dev/null); NODE=${{NODE:-{host}}}"
 
 
-def _hyperpod(host: str, reason: str) -> list[str]:
+def _hyperpod(host: str, reason: str, names: dict[str, str | None]) -> list[str]:
     return [
         REPLACED,
         "# HyperPod on EKS:",
-        _node_of(host),
+        _node_of(host, names),
         f'kubectl label node "$NODE" {HYPERPOD_LABEL} --overwrite',
         "# HyperPod on Slurm (the reason is matched letter by letter):",
-        f"scontrol update node={host.partition('.')[0]} state=fail reason='Action:Replace'",
+        f"scontrol update node={_slurm_node(host, names)} state=fail reason='Action:Replace'",
     ]
 
 
-def _gcloud(host: str, reason: str) -> list[str]:
+def _gcloud(host: str, reason: str, names: dict[str, str | None]) -> list[str]:
     return [
         "# add --zone=ZONE unless it is configured; IMMEDIATE moves the instance now, FUTURE at the next maintenance",
         f"gcloud compute instances report-host-as-faulty {host.partition('.')[0]} "
@@ -77,8 +83,8 @@ def render(report: dict[str, Any], platform: str) -> str:
         host = suspect["device"]["host"]
         if not suspect["strikes"]:
             lines.append("# no strike: look at data, learning rate and code first; no line is made for it")
-        elif HOST.fullmatch(host):
-            lines += lines_for(host, _reason(report, suspect))
+        elif all(HOST.fullmatch(name) for name in (host, *filter(None, suspect["names"].values()))):
+            lines += lines_for(host, _reason(report, suspect), suspect["names"])
         else:
             lines.append("# the host name is not a plain one, so no line is made for it; look it up by hand")
     return "\n".join(lines) + "\n"

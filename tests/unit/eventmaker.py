@@ -16,7 +16,8 @@ class Job:
         settings = {"job_id": "job", "audit_every": 0, "weights_every": 1, "optimizer_every": 1, **config}
         self.config = Config(**settings)
         self.world = world
-        self.group = list(range(world))
+        self.ranks = range(world)
+        self.group = list(self.ranks) if world <= 64 else [[0, world]]
         self.events: list[Event] = []
         self._seq: dict[tuple[int, str], int] = {}
 
@@ -39,7 +40,7 @@ class Job:
 
     def hello(self, attempt: int = 0, skip: tuple[int, ...] = (), shift: int = 0, host: str = "gpu-{}") -> None:
         """All ranks but `skip` say hello and that they are guarded; `shift` moves ranks to other devices."""
-        for rank in self.group:
+        for rank in self.ranks:
             if rank in skip:
                 continue
             node = (rank + shift) % self.world
@@ -61,8 +62,8 @@ class Job:
         local = local or {}
         if reduced is None:
             everywhere = sorted({name for found in local.values() for name in found})
-            reduced = dict.fromkeys(self.group, everywhere)
-        for rank in self.group:
+            reduced = dict.fromkeys(self.ranks, everywhere)
+        for rank in self.ranks:
             if rank not in silent:
                 self.emit("nonfinite", rank, {
                     "step": step, "group": self.group, "amp": amp, "skipped": True,
@@ -76,7 +77,7 @@ class Job:
         """The first rank and each of the minority tell of a dissenting vote, the latter with evidence."""
         minority = minority or {}
         accused = sorted({rank for ranks in minority.values() for rank in ranks})
-        for rank in sorted({self.group[0], *accused}):
+        for rank in sorted({0, *accused}):
             self.emit("vote", rank, {
                 "step": step, "group": self.group, "table": table, "minority": minority,
                 "no_majority": list(no_majority), "action": action, "again": again, "why": None,
@@ -91,7 +92,7 @@ class Job:
         self.emit("word", rank, {
             "step": step, "table": table, "tensor": tensor, "dtype": "float32", "shape": [4, 2], "words": 1, "index": 5,
             "expected": "0x3f800000", "observed": "0x7f800000", "expected_value": 1.0, "observed_value": "inf",
-            "bits": [30], "peer": self.group[0], "rank": rank,
+            "bits": [30], "peer": 0, "rank": rank,
         }, attempt)  # fmt: skip
 
     def inject(self, step: int, rank: int, spec: int = 0, site: str = "weight", before: Any = 1.0, after: Any = 2.0,
@@ -104,7 +105,7 @@ class Job:
 
     def audit(self, step: int, attempt: int = 0, **values: Any) -> None:
         """The first rank tells of an audit; clean unless `values` says otherwise."""
-        self.emit("audit", self.group[0], {
+        self.emit("audit", 0, {
             "step": step, "group": self.group, "domains": self.group, "comparisons": [], "calibration": False,
             "weights_agree": True, "declined": [], "cause": "interval", "position": 0, "window": 1, "scope": "all",
             "skipped": False, "agreed": self.world, **values,
@@ -112,7 +113,7 @@ class Job:
 
     def summaries(self, seen: int, skipped: int = 0, seconds: float = 0.5, attempt: int = 0) -> None:
         """Every rank's counters after `seen` steps."""
-        for rank in self.group:
+        for rank in self.ranks:
             self.emit("summary", rank, {
                 "group": self.group, "steps": {"seen": seen, "committed": seen - skipped, "skipped": skipped},
                 "checks": {"nonfinite": {"run": seen, "fired": skipped, "seconds": seconds},

@@ -4,6 +4,7 @@ import pytest
 from eventmaker import Job, comparison
 
 from sdcrun.core import decide, exitcode
+from sdcrun.core.smoke import problems as smoke_problems
 from sdcrun.core.types import Event, Verdict
 
 
@@ -363,8 +364,8 @@ def test_repeated_findings_shrink_to_one_line():
 
 
 KINDS = (
-    "hello guarded unguarded limit check_off summary nonfinite audit vote word inject checkpoint bye worker_lost job_end "
-    "command approved node_up blind gap never_heard_of"
+    "hello guarded unguarded limit check_off summary nonfinite audit vote word inject checkpoint bye worker_lost"
+    " job_end command approved node_up blind gap never_heard_of"
 ).split()
 BROKEN = [
     {},
@@ -417,3 +418,12 @@ def test_a_fault_caught_without_naming_the_device_fails_where_three_replicas_cou
     job.nonfinite(3, {1: ["w"], 2: ["w"]})
     state, _ = run(job)
     assert exitcode.exit_code(state, 0) == 88
+
+
+def test_a_fault_that_never_fired_says_why():
+    job = Job(faults=("weight:rank=2,step=3",))
+    job.hello()
+    job.emit("limit", 2, {"text": "weight:x never fired: there is no tensor x", "check": None, "unfired": 0})
+    state, _ = run(job)
+    assert exitcode.exit_code(state, 0) == 88
+    assert smoke_problems(state) == ["weight:rank=2,step=3: it never fired: there is no tensor x"]

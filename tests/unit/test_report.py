@@ -229,6 +229,11 @@ def test_platforms_name_the_node_and_the_reason():
     assert "SILENT_DATA_CORRUPTION" in handoff.render(report, "gcloud")
     assert "destroys" in handoff.render(report, "hyperpod") and "Action:Replace" in handoff.render(report, "hyperpod")
     assert "kubectl cordon" in handoff.render(report, "kubernetes")
+    report["suspects"][0]["names"] = {"slurm_node": "n17", "kubernetes_node": "worker-3", "pod": "train-2"}
+    assert "NodeName=n17 " in handoff.render(report, "slurm")
+    assert "NODE=worker-3\n" in handoff.render(report, "kubernetes")
+    report["suspects"][0]["names"]["slurm_node"] = "n17;id"
+    assert "id" not in [line for line in handoff.render(report, "slurm").split("\n") if not line.startswith("#")]
 
 
 def folder_of(job, tmp_path, name="j1"):

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sdcrun.core import words
+from sdcrun.core.roster import MAX_PEERS
 from sdcrun.report.verdict import LEVEL_STYLES, counts, headline, next_command
 
 PLAIN_WIDTH = 100
@@ -165,7 +166,8 @@ def _evidence(suspect: dict[str, Any]) -> list[str]:
         if row.get("bits"):
             text += f", bit{'s' if len(row['bits']) > 1 else ''} {', '.join(map(str, row['bits']))} flipped"
         if row["peers_agreeing"]:
-            text += f"; agreeing: {words.ranks(row['peers_agreeing'])}"
+            others = " and others" if len(row["peers_agreeing"]) == MAX_PEERS else ""
+            text += f"; agreeing: {words.ranks(row['peers_agreeing'])}{others}"
         lines.append(text)
     return lines
 
