@@ -64,17 +64,21 @@ class Agents:
         pet = localnodes.rendezvous(port.number, job_id, plan.options, plan.given) if port else {}
         if logs and not plan.given & {"log_dir", "logs_specs"}:
             pet["PET_LOG_DIR"] = logs
+        linger = os.pipe() if port else (-1, -1)
         arguments = [*plan.torchrun, "--", plan.script, *plan.script_args]
         for index in range(plan.local_nodes):
             own = environment.of_node(values, index, devices)
             read, write = os.pipe()
             os.set_blocking(read, False)
             try:
-                child = self.children.start("torchrun", index, arguments, own, pet, write)
+                child = self.children.start("torchrun", index, arguments, own, pet, write, linger)
             finally:
                 os.close(write)
             self._reports[child.pid] = read
             self.living[child.pid] = child
+        for end in linger:
+            if end >= 0:
+                os.close(end)
 
     @property
     def over(self) -> bool:

@@ -67,15 +67,17 @@ class Children:
         environ: Mapping[str, str],
         pet: Mapping[str, str] | None = None,
         report: int = -1,
+        linger: tuple[int, int] = (-1, -1),
     ) -> Child:
         """Start `role` ("torchrun" or "controller") in a session of its own. `pet` are PET_* defaults for torchrun's
-        parser, `report` a descriptor on which an agent tells of failed ranks. Raises OSError."""
-        wishes = {"parent": os.getpid(), "pet": dict(pet or {}), "report": report}
+        parser, `report` a descriptor on which an agent tells of failed ranks, `linger` the ends of a pipe by which
+        local agents know of each other's end. Raises OSError."""
+        wishes = {"parent": os.getpid(), "pet": dict(pet or {}), "report": report, "linger": linger}
         process = subprocess.Popen(
             [sys.executable, START, role, *arguments],
             env={**environ, "SDCRUN_START": json.dumps(wishes)},
             start_new_session=True,
-            pass_fds=(report,) if report >= 0 else (),
+            pass_fds=[descriptor for descriptor in (report, *linger) if descriptor >= 0],
         )
         child = Child(role, index, process)
         self.own[child.pid] = child

@@ -2,16 +2,18 @@
 
 Run as a file (`python start.py ROLE ARGUMENTS`), so that nothing of sdcrun is imported into torchrun's agent. The
 supervisor's wishes come in the variable SDCRUN_START, which is removed before anything else runs:
-{parent: pid, pet: {PET_*: value}, report: file descriptor or -1}.
+{parent: pid, pet: {PET_*: value}, report: descriptor, linger: [descriptor to read, to write]}; descriptors may be -1.
 """
 
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+LINGER_SECONDS = 10.0
 
 
 def die_with_parent(parent):
@@ -22,7 +24,7 @@ def die_with_parent(parent):
         os._exit(128 + signal.SIGTERM)
 
 
-def agent(pet, report):
+def agent(pet, report, linger):
     """torchrun's own main. `pet` are defaults for its parser only: the script does not see them."""
     os.environ["SDCRUN_AGENT"] = str(os.getpid())
     sys.argv[0] = "torchrun"
@@ -42,11 +44,39 @@ def agent(pet, report):
             os.environ.update(before)
 
     launcher.parse_args = parse_with_defaults
+    kept = keep_rendezvous() if linger[0] >= 0 else []
     try:
-        return launcher.main()
+        code = launcher.main()
+        if kept:
+            wait_for_others(*linger)
+        return code
     except ChildFailedError as error:
         tell_failures(error, report)
         raise
+
+
+def keep_rendezvous():
+    """Have torchrun's rendezvous, and with it the store that this agent may serve, live beyond its main; returns the
+    list that will hold it."""
+    import torch.distributed.elastic.rendezvous.registry as registry
+
+    make, kept = registry.get_rendezvous_handler, []
+
+    def make_and_keep(parameters):
+        kept.append(make(parameters))
+        return kept[-1]
+
+    registry.get_rendezvous_handler = make_and_keep
+    return kept
+
+
+def wait_for_others(read, write):
+    """Of several agents on one host one serves the store in which they meet: it ends after the others are done with it.
+
+    All agents hold both ends of one pipe; it is at its end when each has closed the end to write, or died.
+    """
+    os.close(write)
+    select.select([read], [], [], LINGER_SECONDS)
 
 
 def tell_failures(error, report):
@@ -82,7 +112,7 @@ def main():
     # The folder of this file holds sdcrun's modules, not the user's; torchrun's console script has none of ours either.
     del sys.path[0]
     role = sys.argv.pop(1)
-    return agent(wishes["pet"], wishes["report"]) if role == "torchrun" else controller()
+    return agent(wishes["pet"], wishes["report"], wishes["linger"]) if role == "torchrun" else controller()
 
 
 if __name__ == "__main__":
