@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from sdcrun.core import nonfinite
 from sdcrun.core.firings import firing_of, reach
@@ -174,8 +175,8 @@ def _word(state: State, event: Event) -> None:
         "shape": data.get("shape"),
         "words": int(data["words"]),
         "index": None if index is None else int(index),
-        "expected": data.get("expected"),
-        "observed": data.get("observed"),
+        "expected": _hex(data.get("expected")),
+        "observed": _hex(data.get("observed")),
         "expected_value": data.get("expected_value"),
         "observed_value": data.get("observed_value"),
         "bits": [int(b) for b in data.get("bits") or []][:64],
@@ -188,6 +189,11 @@ def _word(state: State, event: Event) -> None:
     for (attempt, group, other), history in state.votes.items():
         if attempt == event.attempt and other == table and step in history.cases:
             rejudge(state, CaseKey(attempt, step, "weights", group, table))
+
+
+def _hex(word: Any) -> str | None:
+    """A word's hex digits with 0x in front."""
+    return None if word is None else f"0x{str(word).lower().removeprefix('0x')}"
 
 
 def _inject(state: State, event: Event) -> None:

@@ -202,26 +202,19 @@ def _no_majority(case: VoteCase) -> Finding:
 
 
 def _word(known: dict[int, list[dict[str, Any]]], several: bool) -> str:
-    """A sentence on the first differing word of each accused rank."""
+    """A sentence on the differing words of each accused rank, the first of them in full."""
     said = []
     for rank, rows in known.items():
-        if rows:
-            row = rows[0]
-            bits = row.get("bits") or []
-            flipped = (
-                f"bit{'s' if len(bits) > 1 else ''} {', '.join(str(int(b)) for b in bits[:8])} flipped" if bits else ""
-            )
-            total = sum(int(r.get("words") or 0) for r in rows)
-            parts = [
-                f"{words.count(total, '32-bit word')} {'differs' if total == 1 else 'differ'}",
-                f"element {int(row['index'])} of {words.clean(row['tensor'], 80)}"
-                if row.get("index") is not None
-                else "",
-                flipped,
-                f"expected {words.clean(row.get('expected_value'), 30)}, "
-                f"observed {words.clean(row.get('observed_value'), 30)}",
-            ]
-            said.append((f"Rank {rank}: " if several else "") + ", ".join(p for p in parts if p))
+        if not rows:
+            continue
+        row, total = rows[0], sum(r["words"] for r in rows)
+        text = "one 32-bit word differs" if total == 1 else f"{words.count(total, '32-bit word')} differ, the first"
+        if row["index"] is not None:
+            text += f": element {row['index']:,} of {words.clean(row['tensor'], 80)}"
+        if row["bits"]:
+            text += f", bit{'s' if len(row['bits']) > 1 else ''} {', '.join(map(str, row['bits'][:8]))} flipped"
+        text += f", expected {words.number(row['expected_value'])}, observed {words.number(row['observed_value'])}"
+        said.append(f"Rank {rank}: {text}" if several else f"{text[0].upper()}{text[1:]}")
     return f" {'. '.join(said[:3])}." if said else ""
 
 

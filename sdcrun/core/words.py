@@ -48,6 +48,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def number(value: Any) -> str:
+    """A value of a tensor as short as a person needs it; what is not a number as it is."""
+    return f"{value:.7g}" if isinstance(value, float) else clean(value, 30)
+
+
 def device(one: Device) -> str:
     """Host and device as an operator names them, with model and serial where known."""
     known = [clean(one.model, 60)] if one.model else []

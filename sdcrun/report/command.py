@@ -19,7 +19,7 @@ from sdcrun.report import build, handoff, store
 from sdcrun.report.store import JobError, Reading
 from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplained
 
-VIEWS = {"json": "report.json", "text": "report.txt"}
+VIEWS = {"json": "report.json", "text": "report.txt", "junit": "junit.xml", "prometheus": "metrics.prom"}
 TOOL_ERROR = 2
 
 

@@ -65,12 +65,13 @@ def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
 def _smoke_text(report: dict[str, Any]) -> str:
     rows = report["injected"]
     caught = sum(1 for row in rows if row["caught_by"])
-    unseen = sum(1 for row in rows if row["by_design_unseen"] and not row["caught_by"])
     named = sum(1 for row in rows if row["named_right"])
-    text = f"{caught} of {words.count(len(rows), 'injected fault')} caught, in {named} exactly the right devices named."
-    if unseen:
-        text += f" {unseen} cannot be seen by any check of this run."
-    return text
+    if caught == named == len(rows):
+        what = "The injected fault was" if caught == 1 else f"All {caught} injected faults were"
+        return f"{what} caught, and exactly the right device{'' if caught == 1 else 's'} named."
+    text = f"{caught} of {words.count(len(rows), 'injected fault')} caught, the right devices named for {named}."
+    unseen = sum(1 for row in rows if row["by_design_unseen"] and not row["named_right"])
+    return text + (f" For {unseen} no check of this run could have done it." if unseen else "")
 
 
 def _devices(suspects: list[dict[str, Any]]) -> str:

@@ -175,7 +175,7 @@ def _evidence(suspect: dict[str, Any]) -> list[str]:
 def _value(row: dict[str, Any], side: str) -> str:
     value = row.get(f"{side}_value")
     raw = words.clean(_or(row[side]), 40)
-    return raw if value is None else f"{words.clean(value, 30)} ({raw})"
+    return raw if value is None else f"{words.number(value)} ({raw})"
 
 
 def _findings(report: dict[str, Any]) -> list[Any]:
