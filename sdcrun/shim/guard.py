@@ -8,6 +8,9 @@ import torch
 
 RUN, SKIP = "run", "skip"
 
+# A buffer's bits are compared in the first windows and then once in so many.
+LOOKS, LOOK_EVERY = 4, 64
+
 
 class Guard:
     """One guarded DDP module.
@@ -32,7 +35,13 @@ class Guard:
         self.local_bad: list[dict] = []
         self.buckets: list = []
         self.saved_buffers: dict[str, torch.Tensor] = {}
-        self.saved_versions: dict[str, tuple[int, int]] = {}
+        self.moving: set[str] = {
+            f"{path}.{name}" if path else name
+            for path, module in ddp.module.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+            for name, _ in module.named_buffers(recurse=False)
+        }
+        self._versions: dict[str, int] = {}
+        self._windows = 0
         self.buffers_synced = False
         self.ungated = 0
         self.off_reason: str | None = None
@@ -74,24 +83,34 @@ class Guard:
 
     @torch.no_grad()
     def save_buffers(self) -> None:
-        """Copies the buffers that have changed since the last copy (all of them the first time)."""
+        """Copies the buffers that move. Version counters do not tell: BatchNorm's kernels and DDP's sync write past
+        them. A buffer counts as still until its bits are seen to change, which is looked at now and then."""
+        looking = self._windows < LOOKS or self._windows % LOOK_EVERY == 0
+        self._windows += 1
+        kept, current = [], []
         for name, buffer in self.buffers.items():
-            seen = (buffer.data_ptr(), buffer._version) if not buffer.is_inference() else (0, 0)
-            kept = self.saved_buffers.get(name)
-            if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype:
+            saved = self.saved_buffers.get(name)
+            if saved is None or saved.shape != buffer.shape or saved.dtype != buffer.dtype:
                 self.saved_buffers[name] = buffer.detach().clone()
-            elif self.saved_versions.get(name) != seen or seen == (0, 0):
-                kept.copy_(buffer)
-            self.saved_versions[name] = seen
+                continue
+            if name not in self.moving and (
+                self._versions.get(name) != buffer._version or (looking and not torch.equal(saved, buffer))
+            ):
+                self.moving.add(name)
+            if name in self.moving:
+                kept.append(saved)
+                current.append(buffer)
+        if kept:
+            torch._foreach_copy_(kept, current)
+        self._versions = {name: buffer._version for name, buffer in self.buffers.items()}
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Puts the buffers back as they were before the window: one NaN batch would leave BatchNorm NaN for ever."""
         for name, buffer in self.buffers.items():
-            kept = self.saved_buffers.get(name)
-            if kept is not None and (buffer.data_ptr(), buffer._version) != self.saved_versions.get(name):
-                buffer.copy_(kept)
-                self.saved_versions[name] = (buffer.data_ptr(), buffer._version)
+            saved = self.saved_buffers.get(name)
+            if saved is not None and (name in self.moving or not torch.equal(saved, buffer)):
+                buffer.copy_(saved)
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
