@@ -95,9 +95,9 @@ def _twice(rounds, strict: bool) -> list[Result | str]:
 
 def _first_difference(first: Result, second: Result, rounds) -> str:
     """What differs first between two computations of one micro-batch on one device; "" if nothing does."""
-    for (module, one), (_, two) in zip(first.trace, second.trace):
+    for (what, one), (_, two) in zip(first.trace, second.trace):
         if one != two:
-            return f"the output of {module or 'the module'} is not deterministic"
+            return f"{what} is not deterministic"
     for name in second.details:
         if first.table.get(name) != second.table.get(name):
             return f"the gradient of {rounds.name(name)} is not deterministic"

@@ -35,8 +35,8 @@ class NotReplayable(RuntimeError):
 @dataclass
 class Result:
     """What a replay computed. `table`: name -> fingerprint, as in `Case.expected`; `losses`: the roots as numbers;
-    `finite`: losses, outputs and gradients are; `kept`: gradients that were asked for by name; `trace`: (submodule,
-    fingerprint of its output) in the order of the forward, if asked."""
+    `finite`: losses, outputs and gradients are; `kept`: gradients that were asked for by name; `trace`: (what,
+    fingerprint) of submodules' inputs and outputs in the order of the forward, if asked."""
 
     table: dict[str, tuple[int, int]] = field(default_factory=dict)
     details: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -272,15 +272,25 @@ def _own_cast_cache():
 
 @contextlib.contextmanager
 def _traced(module: torch.nn.Module, trace: list):
-    """Notes a fingerprint of every submodule's output, in order."""
+    """Notes a fingerprint of what every submodule gets and gives, in order."""
     handles = []
+
+    def note(text: str, value: Any) -> None:
+        for pair in values_table("", [tensor for tensor in tensors_of(value) if tensor.numel()]).values():
+            trace.append((text, pair))
+
     for name, part in module.named_modules():
+        if not name:
+            continue
 
-        def note(part, args, output, name=name):
-            for pair in values_table("", [t for t in tensors_of(output) if t.numel()]).values():
-                trace.append((name, pair))
+        def before(part, args, kwargs, name=name):
+            note(f"what {name} is given", (args, kwargs))
 
-        handles.append(part.register_forward_hook(note))
+        def after(part, args, output, name=name):
+            note(f"the output of {name}", output)
+
+        handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(part.register_forward_hook(after))
     try:
         yield
     finally:

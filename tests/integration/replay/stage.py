@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from sdcrun.core.types import Config
 from sdcrun.shim.checks.replay import Auditor
 from sdcrun.shim.exchange import Exchange
+from sdcrun.shim.group import BallotFailed
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import compiled
 from sdcrun.shim.replay.state import replaying
@@ -59,6 +60,8 @@ class Stage:
         self.outcomes: list = []
         self.reasons: list[str] = []
         self.hit = False
+        self.off: str | None = None
+        self.before_audit = None
         self._tokens: dict = {}
         autograd.install()
         self._patch()
@@ -67,13 +70,16 @@ class Stage:
         self.events.append((kind, data))
 
     def turn_off(self, reason: str) -> None:
-        raise AssertionError(reason)
+        self.off = reason
 
     def all_reduce_max(self, words: list[int]) -> list[int]:
         vector = torch.tensor(words)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self.pg.allreduce([vector], options).wait()
+        try:
+            self.pg.allreduce([vector], options).wait(datetime.timedelta(seconds=20))
+        except RuntimeError as error:
+            raise BallotFailed(str(error)) from error
         return vector.tolist()
 
     def fresh(self, auditing: bool) -> None:
@@ -85,13 +91,13 @@ class Stage:
             autograd.observers.clear()
         self.auditor = None
         self.step, self.open, self.hit = 0, False, False
-        self.outcomes, self.reasons, self.said, self.events = [], [], [], []
+        self.outcomes, self.reasons, self.said, self.events, self.off = [], [], [], [], None
         if auditing:
             self.auditor = Auditor(self)
 
     def gate(self) -> bool:
         """Before an optimizer step; True if all ranks must skip it."""
-        if self.auditor is None or not self.open:
+        if self.auditor is None or not self.open or self.off is not None:
             return False
         why = self.auditor.ready() if self.recording(self.step) else None
         declined = self.all_reduce_max([int(why is not None)] + [0] * 7)[0]
@@ -100,6 +106,8 @@ class Stage:
             self.auditor.declined(self.step, why)
             self.reasons.append(why or "another rank")
         elif self.recording(self.step) or self.hit:
+            if self.before_audit is not None:
+                self.before_audit()
             outcome = self.auditor.at_gate(self.step, self.hit)
             self.outcomes.append(outcome)
             skip = outcome.mismatch
