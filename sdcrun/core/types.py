@@ -27,7 +27,12 @@ word       {step, table, tensor, dtype, shape, words, index, expected, observed,
            expected/observed are hex strings of that word, *_value the elements as numbers, bits the flipped bit numbers
 inject     {spec: position in --inject-fault order, step, site, tensor, index, kind, bits: [...], before, after, phase:
            "step"|"replay"}
-checkpoint {path, step|null, state: verified|provisional|unverified|withheld|tainted, reason, id}
+checkpoint {path, step|null, state: verified|provisional|unverified|withheld|tainted, reason, id, rank, dissent: bool,
+           differing: [Wrong], was: earlier path|absent}   Wrong = {tensor, name, dtype, shape, text|null, index|null,
+           expected|null, observed|null, bits}. From the controller too, when a state changes later
+loaded     {path, step, id, differing: [Wrong], count}   a checkpoint that was loaded is not what was saved
+left       {group: key, first: first rank of it, rank, version, digests: {table: hex}, rows: {table: base64}}   what a rank
+           held when it left, so that the rank that saves last need not ask it
 bye        {reason: "end"|"destroyed"|"exception", steps: int}
 
 From a supervisor ("node:<host>:<pid>"):  node_up {host, node|null, nnodes, nproc|null, command: [argv], versions, local_nodes}
@@ -79,8 +84,9 @@ class Config:
     seed: int = 0
     ballot_timeout: float = 600.0
     exchange_timeout: float = 120.0
-    arm_timeout: float = 60.0
+    arm_timeout: float = 20.0
     summary_every: float = 2.0
+    checkpoint_timeout: float = 5.0
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values."""

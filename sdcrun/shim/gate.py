@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from sdcrun.core import ballot, schedule
+from sdcrun.core import ballot, saves, schedule
 from sdcrun.shim import boot
 from sdcrun.shim.checks import nonfinite
 from sdcrun.shim.checks.weights import WeightVote
@@ -164,7 +164,7 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
     if amp is not None:
         reduced = amp.overflow
     phase = ballot.PHASE_AMP if amp is not None else ballot.PHASE_STEP
-    requests = runtime.link.requests() if runtime.link is not None else frozenset()
+    requests = _requests(runtime, group)
     auditing = group.auditing and group.auditor is not None
     why_not = group.auditor.ready() if auditing else None
     paper = ballot.Ballot(
@@ -212,14 +212,28 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
         for guard in guards:
             guard.zero_gradients()
             guard.restore_buffers()
-    vote_now = vote_now or result.ask >= ballot.ASK_VOTE or schedule.vote_due(step, group.weights_every)
+    group.vote_asked = result.ask >= ballot.ASK_VOTE
+    vote_now = vote_now or group.vote_asked or schedule.vote_due(step, group.weights_every)
     _close(group, guards, decision, overflow, vote_now, started)
     if result.command == ballot.COMMAND_STOP:
         _hold(runtime)
     return decision
 
 
-def _command(group, requests: frozenset) -> int:
+def _requests(runtime, group) -> set[str]:
+    """What this rank asks all others for: the controller's commands, and what its checkpoints need."""
+    asked = set(runtime.link.requests()) if runtime.link is not None else set()
+    if group.wanted:
+        asked |= group.wanted
+        group.wanted.clear()
+    if group.save_steps:
+        foreseen = saves.wanted(group.step, group.save_steps)
+        if foreseen is not None:
+            asked.add(foreseen)
+    return asked
+
+
+def _command(group, requests: set[str]) -> int:
     if "stop" in requests:
         return ballot.COMMAND_STOP
     if group.trouble is not None:
@@ -241,6 +255,8 @@ def _audit(group, step: int, auditing: bool, why_not: str | None, result) -> tup
     if auditing:
         group.checks["replay"]["run"] += 1
         group.last_audit_step = step
+        if not outcome.mismatch:
+            group.last_clean_audit = step
     group.checks["replay"]["fired"] += outcome.mismatch
     if outcome.event is not None:
         group.emit("audit", outcome.event)
@@ -279,6 +295,20 @@ def _hold(runtime) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def clocks_of(runtime, optimizer) -> list:
+    """The clocks of the groups whose weights `optimizer` changes, always in the same order."""
+    return [guard.group.weights_clock for guard in {id(g.group): g for g in runtime.guards_of(optimizer)}.values()]
+
+
+def moment(optimizer):
+    """On CUDA an event after all work queued so far: the weights are those of this version once it has passed."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def after_step(runtime, optimizer) -> None:
     """An outermost `optimizer.step` that was let through has returned: faults for tests, then the vote if it is due."""
     for group in {id(guard.group): guard.group for guard in runtime.guards_of(optimizer)}.values():
@@ -294,7 +324,7 @@ def after_step(runtime, optimizer) -> None:
             started = group.clock()
             if group.weights is None:
                 group.weights = WeightVote(group)
-            group.weights.run(step)
+            group.weights.run(step, group.vote_asked)
             group.vote_buffers = []
             seconds = group.clock() - started
             group.checks["weights"]["seconds"] += seconds

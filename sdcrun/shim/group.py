@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from sdcrun.core import ballot
 from sdcrun.shim import boot, identity
+from sdcrun.shim.checkpoints.clock import Clock
 from sdcrun.shim.exchange import Exchange
 
 
@@ -125,6 +126,7 @@ class GuardGroup:
         self.window_open = False
         self.committed = self.skipped = 0
         self.vote_step: int | None = None
+        self.vote_asked = False
         self.vote_buffers: list = []
         self.last_step = 0
         self.audit_next = self.auditing = False
@@ -133,6 +135,13 @@ class GuardGroup:
         self.parts: dict[str, float] = {}
         self.first_gate = self.last_gate = self.last_summary = 0.0
         self.last_audit_step: int | None = None
+        self.last_clean_audit: int | None = None
+        self.weights_clock = Clock()
+        self.snapshots = None
+        self.left_version = 0
+        # Steps after which this rank saved a checkpoint, and what it asks all ranks for at the next gate.
+        self.save_steps: list[int] = []
+        self.wanted: set[str] = set()
         self.auditor = None
         self.weights = None
         self._words = array("q", [0] * ballot.SIZE)

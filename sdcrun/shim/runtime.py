@@ -20,6 +20,8 @@ import torch.distributed as dist
 from sdcrun import __version__
 from sdcrun.core.types import Config
 from sdcrun.shim import boot, identity
+from sdcrun.shim.checkpoints.keeper import Keeper
+from sdcrun.shim.checkpoints.question import Snapshots
 from sdcrun.shim.group import GuardGroup, Rendezvous
 from sdcrun.shim.guard import Guard
 from sdcrun.wire.link import Link
@@ -47,6 +49,8 @@ class Runtime:
         self.recording = False
         self.inside_step = False
         self.started = time.monotonic()
+        self.device_key: str | None = None
+        self.keeper = Keeper(self)
         self._optimizers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         # Freeing a gloo group at interpreter exit can deadlock on the GIL: every group lives as long as the process.
         self.kept_groups: list = []
@@ -60,6 +64,7 @@ class Runtime:
         if self.link is None:
             rank = self.rank if self.rank is not None else os.environ.get("RANK", "0")
             self.link = Link(self.config, f"rank:{rank}", self._controller)
+            self.keeper.listen(self.link)
         self.link.emit(kind, data, self.attempt)
 
     def limit(self, text: str, check: str | None = None) -> None:
@@ -93,6 +98,7 @@ class Runtime:
             self.rank = dist.get_rank()
             self.kept_groups.append(dist.group.WORLD)
             self.attempt, self.address = meeting.attempt(self.attempt, local_controller)
+            self.device_key = identity.device_of(ddp).key
             self.emit("hello", identity.hello(self, ddp))
             if self.config.faults:
                 from sdcrun.shim.inject import Injector
@@ -107,6 +113,7 @@ class Runtime:
                 self.unguarded(reason)
                 return
             self.groups[ranks] = group
+            group.snapshots = Snapshots(group)
         guard = Guard(ddp, group, f"module{group.modules_made}" if group.modules_made else "")
         group.add(guard)
         self.guards[ddp] = guard
@@ -150,6 +157,7 @@ class Runtime:
         try:
             for group in self.groups.values():
                 group.summarize()
+            self.keeper.questions.leave()
             if self.injector is not None:
                 self.injector.finish()
             if self.rank is None and identity.looks_like_rank():
@@ -179,13 +187,13 @@ CURRENT: Runtime | None = None
 def start() -> None:
     """Reads the configuration and lays the patches. Called once, after torch has been imported."""
     global CURRENT
-    from sdcrun.shim.patches import autograd, ddp, optimizer
+    from sdcrun.shim.patches import autograd, ddp, optimizer, saving
 
     config = Config.from_json(json.loads(os.environ.get("SDCRUN_CONFIG", "{}")))
     if config.off:
         return
     CURRENT = Runtime(config)
-    for patch in (ddp, optimizer, autograd):
+    for patch in (ddp, optimizer, autograd, saving):
         patch.install(CURRENT)
     atexit.register(CURRENT.finish)
     os.register_at_fork(after_in_child=CURRENT.disarm)

@@ -17,6 +17,7 @@ import torch
 from sdcrun.core import ballot
 from sdcrun.core.vote import VoteResult, weight_vote
 from sdcrun.shim import fingerprint
+from sdcrun.shim.checkpoints import tables
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.group import BallotFailed
 
@@ -59,30 +60,45 @@ class WeightVote:
         self.weights: Table | None = None
         self.clean_before = False
         self.off = False
-        self.agreed: deque = deque(maxlen=KEPT_TABLES)
+        self.agreed: dict[str, deque] = {kind: deque(maxlen=KEPT_TABLES) for kind in ("weights", "optimizer")}
+        self.optimizer_off = False
+        self._optimizer_voted: int | None = None
+
+    def tables(self) -> list[tables.Table]:
+        """What all ranks agreed on lately, weights and optimizer state, the oldest first."""
+        return [tables.table_of(*agreed) for kind in self.agreed.values() for agreed in kind]
+
+    def _keep(self, step: int, table: Table) -> None:
+        """Remembers a table that all ranks agreed on; this step's number of the weights' clock is still to come."""
+        version = self.group.weights_clock.version + 1
+        self.agreed[table.kind].append((table.kind, step, version, "vote", table.names, table.rows, table.metas))
 
     def forget(self) -> None:
         """The guarded modules have changed."""
         self.weights = None
 
-    def run(self, step: int) -> None:
-        """The vote after `step`'s update; a collective of the group. Failures turn the check off, never the job."""
+    def run(self, step: int, asked: bool = False) -> None:
+        """The vote after `step`'s update; a collective of the group. Failures turn the check off, never the job.
+
+        `asked`: not (only) because the interval says so; then the optimizer's state is voted on as well.
+        """
         if self.off:
             return
         group = self.group
         if self.weights is None or any(t.data_ptr() != p for t, p in zip(self.weights.tensors, self._pointers)):
-            self.weights = Table("weights", self._parameters())
+            self.weights = Table("weights", self.parameters())
             self._pointers = [t.data_ptr() for t in self.weights.tensors]
         group.checks["weights"]["run"] += 1
         try:
             agree = self._agree(self.weights, step, ballot.PHASE_VOTE)
             if agree:
                 self.clean_before = True
-                self.agreed.append((step, self.weights.names, self.weights.rows))
+                self._keep(step, self.weights)
                 self._buffers(step)
             else:
                 group.checks["weights"]["fired"] += 1
                 self._dissent(step)
+            self._optimizer(step, asked)
         except BallotFailed as error:
             group.turn_off(f"the weight vote of step {step} failed: {error}")
         except ExchangeFailed as error:
@@ -92,7 +108,7 @@ class WeightVote:
         self.off = True
         self.group.emit("check_off", {"check": "weights", "reason": reason, "step": step})
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, torch.Tensor]:
         return {
             guard.qualified(name): parameter.detach()
             for guard in self.group.guards if guard.ddp is not None
@@ -133,7 +149,7 @@ class WeightVote:
             again = "clean" if agree else "dissent"
             if agree:
                 self.clean_before = True
-                self.agreed.append((step, table.names, table.rows))
+                self._keep(step, table)
         elif group.config.on_weight_fault == "repair":
             action, why = "declined", "no strict majority"
             self._evidence_only(step, table, result)
@@ -142,7 +158,7 @@ class WeightVote:
     def _repair_all(self, step: int, table: Table, result: VoteResult) -> str | None:
         """Weights, then the optimizer's state, which a wrong gradient spoils as well. Returns why not, or None."""
         self._repair(step, table, result)
-        state = Table("optimizer", self._optimizer_state())
+        state = Table("optimizer", self.optimizer_state())
         if not state.tensors or self._agree(state, step, ballot.PHASE_STATE):
             return None
         differing = self._vote(state)
@@ -151,7 +167,7 @@ class WeightVote:
         self._repair(step, state, differing)
         return "no strict majority for the optimizer's state" if differing.no_majority else None
 
-    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Tensors of the optimizers' state that belong to guarded parameters: "<number>.<key>.<parameter>"."""
         names = {id(p): guard.qualified(n) for guard in self.group.guards for n, p in guard.parameters.items()}
         found = {}
@@ -207,6 +223,37 @@ class WeightVote:
              "expected_value": difference["expected_value"], "observed_value": difference["observed_value"],
              "bits": difference["element_bits"], "peer": peer, "rank": self.group.ranks[self.group.rank]},
         )  # fmt: skip
+
+    def _optimizer(self, step: int, asked: bool) -> None:
+        """The vote on the optimizers' state, at its own rate and whenever a vote was asked for."""
+        every, last = self.group.config.optimizer_every, self._optimizer_voted
+        due = every > 0 and (last is None or step - last >= every)
+        if self.off or self.optimizer_off or not (due or asked and every > 0):
+            return
+        first, self._optimizer_voted = last is None, step
+        table = Table("optimizer", self.optimizer_state())
+        if self._agree(table, step, ballot.PHASE_STATE):
+            self._keep(step, table)
+            return
+        result = self._vote(table)
+        if result is None or first and 2 * len(result.no_majority) > len(table.names):
+            self.optimizer_off = True
+            self.group.runtime.limit(
+                "the optimizer's state differs from rank to rank by design (sharded, say): it is not voted on",
+                "weights",
+            )
+            return
+        self.group.checks["weights"]["fired"] += 1
+        action, again = "reported", None
+        if self.group.config.on_weight_fault == "stop":
+            action = "stopped"
+        elif self.group.config.on_weight_fault == "repair":
+            self._repair(step, table, result)
+            agree = self._agree(table, step, ballot.PHASE_REVOTE)
+            action, again = ("declined" if result.no_majority else "repaired"), ("clean" if agree else "dissent")
+            if agree:
+                self._keep(step, table)
+        self._say(step, table.kind, result, action, again, "no strict majority" if result.no_majority else None)
 
     def _buffers(self, step: int) -> None:
         """Buffers as they were right after DDP synced them in this window's first forward; nothing to repair, since the

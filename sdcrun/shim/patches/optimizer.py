@@ -38,6 +38,8 @@ def install(runtime) -> None:
     decided: dict[int, str] = {}
 
     decide = torch._disable_dynamo(gate.quiet(lambda optimizer, amp=None: gate.decide(runtime, optimizer, amp)))
+    clocks_of = torch._disable_dynamo(gate.quiet(lambda optimizer: gate.clocks_of(runtime, optimizer)))
+    moment = torch._disable_dynamo(gate.quiet(gate.moment))
     after = torch._disable_dynamo(gate.quiet(lambda optimizer: gate.after_step(runtime, optimizer)))
 
     def gated(call, optimizer, args, kwargs):
@@ -54,12 +56,21 @@ def install(runtime) -> None:
         decision = decided.pop(id(optimizer), None) or decide(optimizer)
         if decision == SKIP:
             return loss
+        clocks = clocks_of(optimizer) or ()
+        for clock in clocks:
+            clock.begin()
         runtime.inside_step = True
         try:
             result = call(optimizer, *args, **kwargs)
         finally:
             runtime.inside_step = False
-        after(optimizer)
+            for clock in clocks:
+                clock.written()
+        try:
+            after(optimizer)
+        finally:
+            for clock in clocks:
+                clock.end(moment(optimizer))
         return result
 
     def profile_hook_step(func):

@@ -1,0 +1,268 @@
+"""One save from beginning to end in one rank: verdict, file, sidecar, event; and one load: is it what was saved?"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sdcrun import __version__
+from sdcrun.shim import boot
+from sdcrun.shim.checkpoints import files
+from sdcrun.shim.checkpoints.contents import leaves
+from sdcrun.shim.checkpoints.locate import locate_in_tensor
+from sdcrun.shim.checkpoints.question import QUERY, Questions
+from sdcrun.shim.checkpoints.tables import Saved
+from sdcrun.shim.checkpoints.verdict import UNVERIFIED, WITHHELD, Judge, Verdict
+
+SIDECAR_SCHEMA = 1
+TOGETHER = "saving"
+KEPT_STEPS = 8
+MASK = (1 << 64) - 1
+
+
+class CheckpointWithheld(RuntimeError):
+    """Raised into the script by `on_bad_checkpoint: raise`. The contents are in FILE.withheld."""
+
+
+class Keeper:
+    """The checkpoints of one rank."""
+
+    def __init__(self, runtime) -> None:
+        self.runtime = runtime
+        self.questions = Questions(runtime)
+        self.judge = Judge(runtime, self.questions)
+        self.followers = files.Followers(self._moved)
+        self._together: dict[int, str] = {}
+        self._together_made = 0
+        self._together_known = threading.Condition()
+        self._places: dict[str, dict[str, Any]] = {}
+
+    def listen(self, link) -> None:
+        """Lets the link answer questions and take the controller's words."""
+        link.on(QUERY, self.questions.answer)
+        link.on(TOGETHER, self._said_together)
+        link.on("reply", self._heard)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save(self, contents: Any, target: Any, writer: Callable[[Any, Any], Any], format: str = "torch") -> Any:
+        """Saves `contents` by `writer(contents, target)`; `target` is a path or an object to write to. Raises what the
+        writer raises, and CheckpointWithheld where the policy says so; nothing else."""
+        contents, verdict = self._verdict(contents)
+        if verdict is None:
+            return writer(contents, target)
+        path, is_path = _path_of(target)
+        if verdict.state == WITHHELD:
+            return self._withhold(contents, target, path, is_path, writer, verdict, format)
+        if is_path:
+            result = files.write_whole(path, self._mark(), lambda place: writer(contents, place))
+        else:
+            result = writer(contents, target)
+            self._say_limit(path)
+        self._note(path, verdict, format, verdict.state, verdict.reason)
+        return result
+
+    def _verdict(self, contents: Any) -> tuple[Any, Verdict | None]:
+        """What is written (with --inject-fault it may be another object) and the verdict on it."""
+        try:
+            injector = self.runtime.injector
+            if injector is not None:
+                step = max((group.step - 1 for group in self.runtime.groups.values()), default=0)
+                contents = injector.checkpoint(contents, max(step, 0))
+            return contents, self.judge.judge(contents)
+        except Exception as error:
+            boot.trace(f"a save was not checked: {error!r}")
+            self.runtime.limit(f"a checkpoint could not be checked: {type(error).__name__}: {error}"[:300])
+            return contents, None
+
+    def _withhold(self, contents, target, path, is_path, writer, verdict: Verdict, format: str) -> Any:
+        if path is None:
+            reason = f"DISSENT, but written into memory, where nothing can be withheld: {verdict.reason}"
+            if self.runtime.config.on_bad_checkpoint == "raise":
+                self._note(None, verdict, format, WITHHELD, verdict.reason)
+                raise CheckpointWithheld(reason)
+            result = writer(contents, target)
+            self._note(None, verdict, format, UNVERIFIED, reason, dissent=True)
+            return result
+        files.write_whole(path, self._mark(), lambda place: writer(contents, place), files.WITHHELD)
+        self._note(path + files.WITHHELD, verdict, format, WITHHELD, verdict.reason, dissent=True)
+        self.followers.saved(path, True)
+        if self.runtime.config.on_bad_checkpoint == "raise":
+            raise CheckpointWithheld(f"{path} was not written (contents in {path}{files.WITHHELD}): {verdict.reason}")
+        return None
+
+    def save_together(self, contents: Any, path: str, writer: Callable[[Any, str], Any], coordinator: bool) -> Any:
+        """A save in which all ranks take part under one path, a folder: they tell each other their verdicts first, so
+        that all of them write to the same place."""
+        contents, verdict = self._verdict(contents)
+        number = self._together_made = self._together_made + 1
+        with self._together_known:
+            self._together[number] = verdict.state if verdict is not None else ""
+            self._together_known.notify_all()
+        if verdict is None:
+            return writer(contents, path)
+        state, reason = self._settled(number, verdict)
+        withheld = state == WITHHELD
+        place = path + files.WITHHELD if withheld else path
+        result = writer(contents, place)
+        if coordinator:
+            self._note(place, verdict, "dcp", state, reason, dissent=withheld)
+        if withheld and self.runtime.config.on_bad_checkpoint == "raise":
+            raise CheckpointWithheld(f"{path} was not written (contents in {place}): {reason}")
+        return result
+
+    def _settled(self, number: int, verdict: Verdict) -> tuple[str, str]:
+        """The state that all ranks give to the save `number` of this kind, and why."""
+        group, timeout = verdict.group, self.runtime.config.checkpoint_timeout
+        data = {"number": number, "limit": 0.8 * timeout}
+        answers = self.runtime.link.ask(TOGETHER, data, timeout) if self.runtime.link is not None else {}
+        said = {source.removeprefix("rank:"): a.get("state") for source, a in answers.items() if isinstance(a, dict)}
+        said[str(self.runtime.rank)] = verdict.state
+        bad = sorted(int(rank) for rank, state in said.items() if state == WITHHELD)
+        if bad:
+            return WITHHELD, verdict.reason if verdict.state == WITHHELD else f"rank {bad[0]} found its part damaged"
+        silent = [rank for rank in group.ranks if said.get(str(rank)) is None]
+        if silent:
+            return UNVERIFIED, f"rank {silent[0]} did not say whether its part is good"
+        if UNVERIFIED in said.values() and verdict.state != UNVERIFIED:
+            return UNVERIFIED, "another rank could not say whether its part is good"
+        return verdict.state, verdict.reason
+
+    def _said_together(self, data: dict[str, Any]) -> dict[str, Any]:
+        """In the link thread: this rank's verdict on a save of all ranks, once it is known."""
+        number = int(data["number"])
+        with self._together_known:
+            self._together_known.wait_for(lambda: number in self._together, float(data["limit"]))
+            return {"state": self._together.get(number)}
+
+    # -- what is said about a save ----------------------------------------------------------------------------------
+
+    def _note(self, path: str | None, verdict: Verdict, format: str, state: str, reason: str,
+              dissent: bool = False) -> None:  # fmt: skip
+        """Sidecar and event of a save that is written. Never raises."""
+        try:
+            group = verdict.group
+            self._remember(group, verdict.step)
+            place = os.path.abspath(path) if path is not None else f"(in memory, save {verdict.id})"
+            said = {
+                "path": place, "step": verdict.step, "state": state, "reason": reason, "id": verdict.id,
+                "rank": self.runtime.rank, "dissent": dissent, "differing": verdict.differing[:16],
+            }  # fmt: skip
+            if path is not None:
+                why = files.write_sidecar(place, self._sidecar(verdict, format, state, reason))
+                if why is not None:
+                    self.runtime.limit(f"the sidecar of {place} could not be written: {why}")
+                if state != WITHHELD:
+                    self.followers.saved(place, False)
+                self._places[place] = said
+            self.runtime.emit("checkpoint", said)
+        except Exception as error:
+            boot.trace(f"a checkpoint was not noted: {error!r}")
+
+    def _sidecar(self, verdict: Verdict, format: str, state: str, reason: str) -> dict[str, Any]:
+        config, saved, voted = self.runtime.config, verdict.saved, verdict.voted
+        table = {}
+        for name, row in saved.rows.items():
+            dtype, shape, _, nbytes = saved.metas[name]
+            table[name] = {
+                "dtype": dtype.removeprefix("torch."), "shape": list(shape) if isinstance(shape, tuple) else [],
+                "bytes": nbytes, "fingerprint": f"{row[0] & MASK:016x}{row[1] & MASK:016x}",
+                **({"voted": voted[name]} if name in voted else {}),
+            }  # fmt: skip
+        device, audited = self.runtime.device_key, verdict.group.last_clean_audit
+        return {
+            "schema": SIDECAR_SCHEMA, "sdcrun": __version__, "id": verdict.id, "job": config.job_id,
+            "job_dir": config.job_dir, "attempt": self.runtime.attempt, "rank": self.runtime.rank,
+            "saved_at": time.time(), "step": verdict.step, "state": state, "reason": reason, "format": format,
+            "parts": [{"place": f.part.place, "kind": f.part.kind, "state": f.state, "step": f.step, "how": f.how,
+                       "reason": f.reason} for f in verdict.findings],
+            "last_clean_audit": {device: audited} if device is not None and audited is not None else {},
+            "differing": verdict.differing[:16], "table": table, "unreadable": saved.unreadable,
+        }  # fmt: skip
+
+    def _remember(self, group, step: int | None) -> None:
+        """Feeds the forecast of the next save; asks for an audit of the next step where this one was not foreseen."""
+        steps = group.save_steps
+        if step is None or steps and steps[-1] >= step:
+            return
+        steps.append(step)
+        del steps[:-KEPT_STEPS]
+        if group.last_audit_step is None or step - group.last_audit_step >= min(10, group.config.audit_every or 10):
+            group.wanted.add("audit")
+
+    def _say_limit(self, path: str | None) -> None:
+        if path is None:
+            self.runtime.limit(
+                "a checkpoint is saved into memory: its tensors are checked, but nothing can be withheld and there is "
+                "no sidecar, since where it goes is not known"
+            )
+        else:
+            self.runtime.limit(
+                "a checkpoint is saved into a file that the script had opened (and so emptied) itself: a kill leaves "
+                "half of it, and where it is withheld the file stays empty"
+            )
+
+    def _moved(self, source: str, goal: str) -> None:
+        """A checkpoint has another path now."""
+        said = self._places.get(source)
+        if said is not None:
+            self._places[goal] = {**said, "path": goal}
+            self.runtime.emit("checkpoint", {**said, "path": goal, "was": source})
+
+    def _mark(self) -> str:
+        return f"{self.runtime.rank}-{self.runtime.config.job_id}"[:60]
+
+    def _heard(self, data: Any) -> None:
+        """In the link thread: the controller's words on a checkpoint's state, or a rank that has left."""
+        if not isinstance(data, dict):
+            return
+        self.questions.heard(data)
+        change = data.get("checkpoint")
+        if isinstance(change, dict):
+            changes = {key: change[key] for key in ("state", "reason", "last_clean_audit") if key in change}
+            files.update_sidecar(str(change.get("path")), str(change.get("id")), changes)
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def loaded(self, contents: Any, path: str) -> None:
+        """Compares what was loaded from `path` with its sidecar; a difference is said at once."""
+        sidecar = files.read_sidecar(path)
+        table = sidecar.get("table") if sidecar is not None else None
+        if not isinstance(table, dict):
+            return
+        found = [leaf for leaf in leaves(contents) if leaf.name in table]
+        saved, differing = Saved(found), []
+        for name, row in saved.rows.items():
+            entry = table[name]
+            dtype, shape, _, _ = saved.metas[name]
+            if dtype.removeprefix("torch.") != entry.get("dtype") or list(shape) != entry.get("shape"):
+                continue
+            expected = entry.get("fingerprint")
+            if expected == f"{row[0] & MASK:016x}{row[1] & MASK:016x}":
+                continue
+            word = locate_in_tensor(saved.leaves[name].tensor, (int(expected[:16], 16), int(expected[16:], 16)))
+            itemsize = saved.leaves[name].tensor.element_size()
+            differing.append({
+                "tensor": name, "text": word.text(itemsize) if word else None, "bits": word.bits if word else [],
+                "index": word.index * 4 // itemsize if word else None,
+            })  # fmt: skip
+        if differing:
+            step = max((group.step for group in self.runtime.groups.values()), default=0)
+            self.runtime.emit(
+                "loaded", {"path": os.path.abspath(path), "step": step, "id": sidecar.get("id"),
+                           "differing": differing[:16], "count": len(differing)},
+            )  # fmt: skip
+
+
+def _path_of(target: Any) -> tuple[str | None, bool]:
+    """(path, whether the target is the path itself). An open file has a path, a buffer has none."""
+    if isinstance(target, (str, os.PathLike)):
+        path = os.fspath(target)
+        return (path, True) if isinstance(path, str) else (os.fsdecode(path), True)
+    name = getattr(target, "name", None)
+    if isinstance(name, (str, os.PathLike)) and os.path.isfile(name):
+        return os.path.abspath(os.fspath(name)), False
+    return None, False
