@@ -40,7 +40,6 @@ class Control:
         self._runtime, self._children, self._voice, self._environ = runtime, children, voice, environ
         self._command = ["--runtime", runtime, "--job-dir", config.job_dir]
         self._command += ["--bind", "0.0.0.0", "--host", reach] if reach else []
-        self._alone = reach is None
         self._child: Child | None = None
         self._started = 0.0
         self._deaths = 0
@@ -48,6 +47,7 @@ class Control:
         self._given_up = False
         self._offered = False
         self._finished: list[bool] = []
+        self._own_counts = reach is None
         self.link: Link | None = None
 
     def start(self) -> None:
@@ -66,17 +66,20 @@ class Control:
         self.link.on("stop", stop)
 
     def address(self) -> dict[str, Any] | None:
-        """Where the job's controller listens. Other nodes' ranks may have chosen another controller than this one's."""
+        """Where the job's controller listens; None while the ranks have not chosen one of several."""
         chosen = read_runtime(self._runtime + ".job")
-        return chosen or (read_runtime(self._runtime) if self._alone or not self._offered else None)
+        return chosen or (read_runtime(self._runtime) if self._own_counts or not self._offered else None)
 
     @property
     def ours(self) -> bool:
         """Whether the controller started here keeps the job's record."""
-        if not self._offered:
-            return False
-        chosen = read_runtime(self._runtime + ".job")
-        return self._alone or (chosen is not None and chosen == read_runtime(self._runtime))
+        address = self.address() if self._offered else None
+        return address is not None and address == read_runtime(self._runtime)
+
+    def settle(self, leader: bool) -> None:
+        """The ranks have ended; if they never chose a controller, that of the leading node keeps the record."""
+        if leader and self.address() is None:
+            self._own_counts = True
 
     def ended(self, child: Child) -> None:
         """The controller's process has ended: have it started again, unless it was to end."""
@@ -106,7 +109,8 @@ class Control:
             return
 
         def work(link: Link) -> None:
-            done = link.finish(timeout) if self.ours and not self._given_up else link.close(timeout)
+            ours, reachable = self.ours and not self._given_up, self.address() is not None
+            done = link.finish(timeout) if ours else link.close(timeout if reachable else 0.0)
             self._finished.append(done)
 
         threading.Thread(target=work, args=(self.link,), name="sdcrun-finish", daemon=True).start()
@@ -138,6 +142,17 @@ class Control:
                 os.unlink(path)
             except OSError:
                 pass
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is a name or an address of this machine."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(target)
+    except OSError:
+        return False
+    return True
 
 
 def address_towards(host: str) -> str:

@@ -104,6 +104,13 @@ class Supervisor:
         host, colon, port = endpoint.rpartition(":")
         return (host if colon and port.isdigit() else endpoint).strip("[]")
 
+    def _leads(self) -> bool:
+        """Whether this is the node that serves the store in which the ranks meet."""
+        from sdcrun.runner.control import is_here
+
+        plan = self.plan
+        return self.alone or (plan.options.node_rank == 0 if "node_rank" in plan.given else is_here(self._endpoint()))
+
     def _without_shim(self, values: Mapping[str, str]) -> dict[str, str]:
         """The controller's environment: the agents' without the shim."""
         plain = dict(values)
@@ -189,6 +196,7 @@ class Supervisor:
     def _close_record(self, code: int) -> int:
         from sdcrun.runner import record
 
+        self.control.settle(self._leads())
         self._emit("node_down", {"exit": code})
         said = record.conclude(self.config, code, self.stop_order)
         self._emit("job_end", {"exit_code": said.code, "status": said.status})
@@ -200,9 +208,10 @@ class Supervisor:
             for child in self.children.reap(0.0):
                 self._ended(child)
             self.control.turn()
+        ours = self.control.ours
         self.control.end()
-        if not self.control.ours:
-            self.voice.say(f"this node has ended with exit code {said.code}; the record is with the job's controller")
+        if not ours:
+            self.voice.say(f"this node has ended with exit code {said.code}; another node keeps the record of the job")
             return said.code
         if not self.control.complete:
             self.voice.warn("the controller did not say that all is on record; the rest is in the folder spool")

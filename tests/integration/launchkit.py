@@ -32,14 +32,14 @@ class Launch:
 
     def __init__(self, folder: Path, script: str, *options: str, environ: dict[str, str] | None = None) -> None:
         self.folder = folder
-        self.temporary = folder / "tmp"
+        self.mark = uuid.uuid4().hex
+        self.temporary = folder / f"tmp-{self.mark}"
         self.temporary.mkdir()
         (folder / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-        self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SDCRUN_", "PET_"))}
         self.environ = kept | {"LAUNCH_MARK": self.mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         self.environ |= environ or {}
-        self.out, self.err = folder / "out", folder / "err"
+        self.out, self.err = self.folder / f"out-{self.mark}", self.folder / f"err-{self.mark}"
         with open(self.out, "wb") as out, open(self.err, "wb") as err:
             self.process = subprocess.Popen(
                 [PYTHON, "-m", "sdcrun.cli", "--sdc-job", "job", *options, "script.py"],
@@ -102,7 +102,7 @@ class Launch:
         # torch's compiler makes its cache, one per user, whenever it is imported.
         left = [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
         assert not left, left
-        assert not list(self.job.glob("controller-*"))
+        assert not list(self.job.glob(f"controller-*-{self.process.pid}.json*"))
 
     def kill(self) -> None:
         """End whatever a failed test has left."""
