@@ -25,14 +25,12 @@ _CHOICES = {
     "on_suspect": ("report", "stop"),
     "on_bad_checkpoint": ("withhold", "raise"),
 }
-_LEAST = {"audit_every": 0, "weights_every": 0, "optimizer_every": 0, "max_strikes": 1, "max_skipped": 1,
-          "replay_repeats": 1, "seed": 0}  # fmt: skip
-_SECONDS = ("ballot_timeout", "exchange_timeout", "arm_timeout", "summary_every")
+_FROM_ONE = ("max_strikes", "max_skipped", "replay_repeats")
+_LEAST = {f.name: int(f.name in _FROM_ONE) for f in dataclasses.fields(Config) if type(f.default) is int}
+_SECONDS = tuple(f.name for f in dataclasses.fields(Config) if type(f.default) is float)
 _FLAGS = ("selftest", "quiet", "off")
-_TEXTS = ("job", "dir", "controller")
-_FILE_ONLY = ("optimizer_every", "replay_repeats", "seed", *_SECONDS)
 _NOT_IN_FILE = ("config", "off")
-FILE_KEYS = tuple(sorted({o.setting for o in OWN_OPTIONS if o.setting not in _NOT_IN_FILE} | set(_FILE_ONLY)))
+FILE_KEYS = tuple(sorted({o.setting for o in OWN_OPTIONS} - set(_NOT_IN_FILE) | set(_LEAST) | set(_SECONDS)))
 
 
 @dataclass(frozen=True)

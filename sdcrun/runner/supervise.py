@@ -18,6 +18,8 @@ from sdcrun.runner.plan import Plan
 from sdcrun.runner.signals import WARNING, Inbox, named
 from sdcrun.runner.speak import Voice
 
+# What torchrun handles where it has no option for it.
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 TICK = 0.25
 FINISH_SECONDS = 20.0
 
@@ -39,10 +41,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Launch, watch and end everything; returns the exit code of sdcrun."""
-        handled = named(self.plan.options.signals_to_handle)
+        handled = named(getattr(self.plan.options, "signals_to_handle", DEFAULT_SIGNALS))
+        self.folder = self._folder()
         self.inbox = Inbox(handled)
         self.children = Children()
-        self.folder = self._folder()
         port = localnodes.HeldPort() if self.plan.local_nodes > 1 else None
         try:
             values = self._environment()
@@ -65,6 +67,9 @@ class Supervisor:
             self.config = configuration.with_job(asked.config, name, "")
             return jobfolder.without(None)
         directory = configuration.absolute(asked.directory)
+        other = jobfolder.running(os.path.join(directory, name), self.host) if self.alone and shared else None
+        if other:
+            raise UsageError(f"job {name} is running here (pid {other}); give this one another name with --sdc-job")
         name, folder = jobfolder.prepare(directory, name, self.alone, shared)
         if folder.problem:
             self.voice.warn(f"no record of this run: {folder.problem}; training and its checks go on")
@@ -148,8 +153,7 @@ class Supervisor:
             self.children.observe()
             for child in self.children.reap(self.agents.grace):
                 self._ended(child)
-            if self.control is not None:
-                self.control.turn()
+            self._turn_control()
             if self.stop_order is not None:
                 self.agents.stop(f"the job is stopped: {self.stop_order.get('why')}")
             self.agents.turn()
@@ -170,6 +174,13 @@ class Supervisor:
             return
         for row in self.agents.ended(child):
             self._emit("worker_lost", {"node": child.index, **row})
+
+    def _turn_control(self) -> None:
+        try:
+            if self.control is not None:
+                self.control.turn()
+        except Exception as error:
+            self.voice.warn(f"the controller is lost ({type(error).__name__}: {error}); training goes on")
 
     def _ordered_to_stop(self, order: dict[str, Any]) -> None:
         """In the link's thread."""
@@ -207,7 +218,7 @@ class Supervisor:
                 until = min(until, time.monotonic() + 1.0)
             for child in self.children.reap(0.0):
                 self._ended(child)
-            self.control.turn()
+            self._turn_control()
         ours = self.control.ours
         self.control.end()
         if not ours:

@@ -177,3 +177,14 @@ def test_any_mapping_is_taken_or_refused_in_one_line(tmp_path_factory, values):
 def test_config_travels_as_json():
     settings = config.load({"inject_fault": ["weight"], "budget": ["4"]}, {})
     assert Config.from_json(settings.config.to_json()) == settings.config
+
+
+def test_example_file_names_every_key_and_means_the_defaults():
+    import re
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "configs" / "sdcrun.yaml"
+    settings = config.load({"config": [str(path)]}, {})
+    assert settings.config == Config()
+    named = set(re.findall(r"^(?:# )?([a-z_]+): ", path.read_text(), re.MULTILINE))
+    assert set(config.FILE_KEYS) <= named

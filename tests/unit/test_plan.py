@@ -194,6 +194,23 @@ def test_folders_are_never_mixed(folder):
     assert (folder / "jobs" / "mine.1" / "events.jsonl").read_text() == "1\n"
 
 
+def test_job_that_is_running_is_noticed(folder):
+    import subprocess
+    import sys
+
+    path = folder / "jobs" / "mine"
+    path.mkdir(parents=True)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # sdcrun"])
+    try:
+        (path / f"controller-h-{sleeper.pid}.json").write_text("{}")
+        assert jobfolder.running(str(path), "h") == sleeper.pid
+        assert jobfolder.running(str(path), "other-host") is None
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert jobfolder.running(str(path), "h") is None
+
+
 def test_several_supervisors_of_one_job_share_its_folder(folder):
     root = str(folder / "jobs")
     jobfolder.prepare(root, "mine", False, True)
