@@ -47,10 +47,10 @@ MAX_ROWS = 16
 def judge(audit: Audit, history: History | None = None, attempt: int = 0) -> list[Finding]:
     """Findings of one audit: one for each accused device, and at most one that accuses nobody.
 
-    A case whose owner's own result was non-finite is check 1's, and `core.triage` says what it means for the owner;
-    other devices are judged by it here. Differing weights are the weight vote's finding; only where that check is off
-    (`history.voting`) does this one report them. A script that is not replayable is no finding unless audits of this
-    attempt were clean before.
+    Where check 1 fired, a case whose owner's own result was non-finite is check 1's, and `core.triage` says what that
+    means for the owner; other devices are judged by it here. Differing weights are the weight vote's finding; only
+    where that check is off (`history.voting`) does this one report them. A script that is not replayable is no finding
+    unless audits of this attempt were clean before.
     """
     history = history or History()
     kind = outcome(audit)
@@ -67,7 +67,7 @@ def judge(audit: Audit, history: History | None = None, attempt: int = 0) -> lis
         return [_nobody(audit, attempt, "no-longer-replayable", text)]
     if kind != MISMATCH:
         return []
-    born = {c.owner for c in audit.comparisons if c.nonfinite_owner}
+    born = {c.owner for c in audit.comparisons if c.nonfinite_owner and audit.hit}
     convicted = convictions(audit)
     settled = {c.owner for c in convicted}
     against: dict[int, list[Conviction]] = {}

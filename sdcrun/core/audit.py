@@ -150,7 +150,8 @@ class Audit:
     the difference is the weight vote's to judge (None: not looked at). `declined` are (global rank, reason) of those
     whose micro-batch was not audited, without a partner included; rank -1 stands for the whole audit. `position` of
     `window` is the audited micro-batch's place in the accumulation window. `scope` says what was compared: "all", or
-    in words what the audit is narrowed to. `agreed` and `own_agreed` count the agreeing ring and own comparisons that
+    in words what the audit is narrowed to. `hit`: check 1 fired in this step, so that a non-finite result of an owner
+    is its triage's to judge. `agreed` and `own_agreed` count the agreeing ring and own comparisons that
     `compact` left out.
     """
 
@@ -166,6 +167,7 @@ class Audit:
     window: int = 1
     scope: str = "all"
     skipped: bool = False
+    hit: bool = True
     agreed: int = 0
     own_agreed: int = 0
 
@@ -245,7 +247,7 @@ class Audit:
             "comparisons": [c.to_json() for c in self.comparisons], "calibration": self.calibration,
             "weights_agree": self.weights_agree, "declined": [list(pair) for pair in self.declined],
             "cause": self.cause, "position": self.position, "window": self.window, "scope": self.scope,
-            "skipped": self.skipped, "agreed": self.agreed, "own_agreed": self.own_agreed,
+            "skipped": self.skipped, "hit": self.hit, "agreed": self.agreed, "own_agreed": self.own_agreed,
         }  # fmt: skip
 
     @classmethod
@@ -267,6 +269,7 @@ class Audit:
             window=int(values.get("window", 1)),
             scope=values.get("scope", "all"),
             skipped=bool(values.get("skipped", False)),
+            hit=bool(values.get("hit", True)),
             agreed=int(values.get("agreed", 0)),
             own_agreed=int(values.get("own_agreed", 0)),
         )

@@ -1,9 +1,11 @@
 """Data that crosses a room's border: configuration, events, findings, verdicts, actions. Frozen, plain, JSON-able.
 
-Vocabulary is the field's: rank, local rank, node, world size, micro-batch, replica. A *device* is what is accused (host
+Vocabulary is the field's: rank, local rank, node, world size, micro-batch, replica. A *device* is what is accused
+(host
 and GPU UUID; on a CPU host, local-node index and local rank), because ranks move on a restart and devices do not.
 
-Kinds of `Event` and what `data` holds. Everything but `source`, `attempt`, `seq` is filled by the sender; all values are
+Kinds of `Event` and what `data` holds. Everything but `source`, `attempt`, `seq` is filled by the sender; all values
+are
 JSON values; tensors are named as `named_parameters()` of the module inside DDP names them.
 
 From a rank (`source` = "rank:<global rank>"):
@@ -15,31 +17,42 @@ unguarded  {reason}                     the whole rank is not guarded
 limit      {text, check|null}           something this run cannot see, said once
 check_off  {check, reason, step}        a check went off for the rest of the attempt
 summary    {steps: {seen, committed, skipped}, checks: {nonfinite|replay|weights: {run, fired, seconds}},
-           parts: {part: seconds}, train_seconds, last_audit_step|null}        cumulative, every few seconds and at the end
-nonfinite  {step, group, amp: bool, skipped: bool, local: [Bad], reduced: [Bad]}  this rank's view after a hit (maybe empty
+           parts: {part: seconds}, train_seconds, last_audit_step|null}        cumulative, every few seconds and at
+           the end
+nonfinite  {step, group, amp: bool, skipped: bool, local: [Bad], reduced: [Bad]}  this rank's view after a hit (maybe
+           empty
            lists); Bad = {tensor, elements, nan, inf, numel}
 audit      see `sdcrun.core.attribute.Audit`: the comparisons of one audit step, as every rank of the group knows them
 vote       {step, group, table: "weights"|"optimizer"|"buffers", minority: {tensor: [ranks]}, no_majority: [tensors],
-           action: repaired|reported|stopped|declined, again: "clean"|"dissent"|null, why|null}   only after dissent, sent by
+           action: repaired|reported|stopped|declined, again: "clean"|"dissent"|null, why|null}   only after dissent,
+           sent by
            the group's first rank and by each rank in a minority; the same content from all
-word       {step, table, tensor, dtype, shape, words, index, expected, observed, expected_value, observed_value, bits: [..],
+word       {step, table, tensor, dtype, shape, words, index, expected, observed, expected_value, observed_value, bits:
+           [..],
            peer, rank}   evidence of a minority rank: `words` 32-bit words differ; the first at element `index` (flat);
-           expected/observed are hex strings of that word, *_value the elements as numbers, bits the flipped bit numbers
+           expected/observed are hex strings of that word, *_value the elements as numbers, bits the flipped bit
+           numbers
 inject     {spec: position in --inject-fault order, step, site, tensor, index, kind, bits: [...], before, after, phase:
            "step"|"replay"}
 checkpoint {path, step|null, state: verified|provisional|unverified|withheld|tainted, reason, id, rank, dissent: bool,
            differing: [Wrong], was: earlier path|absent}   Wrong = {tensor, name, dtype, shape, text|null, index|null,
            expected|null, observed|null, bits}. From the controller too, when a state changes later
 loaded     {path, step, id, differing: [Wrong], count}   a checkpoint that was loaded is not what was saved
-left       {group: key, first: first rank of it, rank, version, digests: {table: hex}, rows: {table: base64}}   what a rank
+left       {group: key, first: first rank of it, rank, version, digests: {table: hex}, rows: {table: base64}}   what a
+           rank
            held when it left, so that the rank that saves last need not ask it
+selftest   {check: nonfinite|replay|weights|ballot, passed: bool, text}   --sdc-selftest, one per check, by each rank
+segment    {slot, group, rank, losses: [..], norms: [..], restored: null|why not}   a campaign's launch: what this rank saw
+           in one slot of it, step by step, and whether it could put the state back after it; slot -1 is the warm-up
 bye        {reason: "end"|"destroyed"|"exception", steps: int}
 
-From a supervisor ("node:<host>:<pid>"):  node_up {host, node|null, nnodes, nproc|null, command: [argv], versions, local_nodes}
+From a supervisor ("node:<host>:<pid>"):  node_up {host, node|null, nnodes, nproc|null, command: [argv], versions,
+local_nodes}
            worker_lost {rank|null, node|null, exit, text} · node_down {exit} · job_end {exit_code, status}
 From the controller ("controller"):  started {restarted: bool} · approved {device, by} ·
            command {what: audit|vote|skip|stop, why, code|null; a stop of the supervisors has to: "supervisors"} ·
-           blind {since, until|null, reason, sources: [the first few], count} · gap {source, after, upto: first and last
+           blind {since, until|null, reason, sources: [the first few], count} · gap {source, after, upto: first and
+           last
            missing sequence number are after + 1 and upto}
 """
 
@@ -60,7 +73,8 @@ class Config:
     """Settings of one job, the same in the supervisor, the controller and every rank (as JSON in `SDCRUN_CONFIG`).
 
     Intervals are in steps (0 switches a check off), times in seconds, `budget` in per cent of step time (None: fixed
-    intervals). `faults` are raw --inject-fault texts in the order given.
+    intervals). `faults` are raw --inject-fault texts in the order given. `campaign` is the path of the plan of a
+    campaign's launch, which no policy stops.
     """
 
     job_id: str = ""
@@ -78,6 +92,7 @@ class Config:
     replay_repeats: int = 3
     faults: tuple[str, ...] = ()
     selftest: bool = False
+    campaign: str = ""
     quiet: bool = False
     off: bool = False
     controller: str = ""
@@ -150,8 +165,8 @@ class Verdict(str, enum.Enum):
 class Finding:
     """One check's statement about one step. `ranks` are those it accuses (none: it accuses nobody).
 
-    `rule` is the short name of the rule that made the verdict, `text` one sentence for a person, `strike` whether it counts
-    against the devices of `ranks`, `evidence` a list of JSON objects with the keys of the report schema's `evidence`.
+    `rule` is the short name of the rule that made the verdict, `text` one sentence for a person, `strike` whether it
+    counts against the devices of `ranks`, `evidence` a list of JSON objects with the keys of the schema's `evidence`.
     `injected` marks a finding that a fault of --inject-fault explains.
     """
 
@@ -171,8 +186,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Action:
-    """What the controller must do. kind: "command" (to all ranks, next ballot) {what, why, code} · "say" {text, level} ·
-    "stop" (to all supervisors) {code, why} · "reply" {to, ...}."""
+    """What the controller must do. kind: "command" (to all ranks, next ballot) {what, why, code} · "say" {text, level}
+    · "stop" (to all supervisors) {code, why} · "reply" {to, ...}."""
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)

@@ -197,6 +197,14 @@ def test_owner_with_a_nonfinite_result_is_left_to_triage_but_a_wrong_replayer_is
     assert [f.ranks for f in judge(audit(3, *ring(3, r0=bad), agree))] == [(1,)]
 
 
+def test_a_nonfinite_result_that_check_1_did_not_see_is_judged_like_any_other() -> None:
+    bad = comparison(0, 1, RING, "t", first="nan", nonfinite_owner=True, nonfinite_replayer=False)
+    third = comparison(0, 2, ARBITER, "t", first="nan", nonfinite_owner=True, nonfinite_replayer=False)
+    record = dataclasses.replace(audit(3, *ring(3, r0=bad), third), hit=False)
+    assert [f.ranks for f in judge(record)] == [(0,)]
+    assert [f.ranks for f in judge(Audit.from_json(record.to_json()))] == [(0,)]
+
+
 ranks = st.integers(0, 5)
 texts = st.none() | st.text("0123456789abcdef", min_size=1, max_size=4)
 differences = st.builds(

@@ -28,6 +28,7 @@ from sdcrun.shim.replay.state import replaying
 PHASE_AUDIT = 9
 DECLINES = 3
 STRANGERS = 2
+NEVER = 1 << 30
 
 
 def _all_differ(audit: Audit) -> bool:
@@ -64,6 +65,8 @@ class Auditor:
         self.last = LastBatches()
         self.recorder: Recorder | None = None
         self.guards: list = []
+        self._before: Recorder | None = None
+        self._auditing = False
         self._stale: list[Recorder] = []
         self._kernels: StrictKernels | None = None
         self._audits = 0
@@ -84,12 +87,21 @@ class Auditor:
         """At the first training forward of a window. `audit`: record it."""
         self._drop()
         self.guards = [guard for guard in self.group.guards if guard.ddp is not None]
-        if audit and self.off is None:
-            pick = schedule.audited_position(step, self.group.audit_every, self._window)
-            self.recorder = Recorder(self.guards, pick)
+        before, self._before = self._before, None
+        self._auditing = audit and self.off is None
+        ahead = self.off is None and self._several() and schedule.audit_due(step + 1, self.group.audit_every)
+        if self._auditing or ahead:
+            pick = schedule.audited_position(step, self.group.audit_every, self._window) if audit else NEVER
+            self.recorder = Recorder(self.guards, pick, before)
             self.group.runtime.recording = True
             if self.calibration.strict:
                 self._kernels = StrictKernels()
+        if before is not None:
+            self._stale.append(before)
+
+    def _several(self) -> bool:
+        """With several modules a backward may need a forward from before the last update of another one."""
+        return len(self.guards) > 1
 
     def before_forward(self, guard, inputs: tuple, kwargs: dict) -> Any:
         """A training forward begins; returns the token for `after_forward`."""
@@ -124,6 +136,9 @@ class Auditor:
     def window_closes(self) -> None:
         """Drops everything that belongs to the window."""
         self._window, self._backwards = max(1, self._backwards), 0
+        if self.recorder is not None and self._several():
+            self.recorder.finish()
+            self._before, self.recorder = self.recorder, None
         self._drop()
         self.group.runtime.recording = False
 
@@ -146,7 +161,7 @@ class Auditor:
         """None if this window can be audited, else why not."""
         if self.off is not None:
             return self.off
-        if self.recorder is None:
+        if self.recorder is None or not self._auditing:
             return "the window was not recorded from its beginning"
         if self._why is None:
             try:
@@ -204,7 +219,7 @@ class Auditor:
         mismatch = mismatch and not everybody
         if not self._closing(step, failure, mismatch) or audit is None:
             return outcome
-        if self.recorder is not None:
+        if self._auditing:
             self._audits += 1
         if kind == attribute.CLEAN and audit.cause != TRIAGE:
             self.calibration.passed()
@@ -216,7 +231,7 @@ class Auditor:
         if self.calibration.hopeless is not None:
             self._go_off(self.calibration.hopeless)
         outcome.mismatch, outcome.vote = mismatch, kind == attribute.WEIGHTS_DIFFER
-        outcome.event = _concise(replace(audit, skipped=mismatch)).to_json()
+        outcome.event = _concise(replace(audit, skipped=mismatch, hit=hit)).to_json()
         return outcome
 
     def _closing(self, step: int, failure: str | None, mismatch: bool) -> bool:
@@ -241,7 +256,7 @@ class Auditor:
             guard.local_bad or not all(map(sum_is_finite, guard.local_sums)) for guard in self.guards
         )
         case = self.recorder.case if self.recorder is not None else None
-        if self.recorder is not None and (not hit or not nonfinite or (case is not None and not case.finite)):
+        if self._auditing and (not hit or not nonfinite or (case is not None and not case.finite)):
             why = self.ready()
             if why is None:
                 return Parcel.of(case)
@@ -265,7 +280,7 @@ class Auditor:
         return list(fingerprint.digest(rows, [fingerprint.metadata(tensor) for tensor in tensors]))
 
     def _cause(self, step: int) -> str:
-        if self.recorder is None:
+        if not self._auditing:
             return TRIAGE
         if not self._audits:
             return FIRST
