@@ -167,9 +167,9 @@ class Audit:
     window: int = 1
     scope: str = "all"
     skipped: bool = False
-    hit: bool = True
     agreed: int = 0
     own_agreed: int = 0
+    hit: bool = True
 
     @cached_property
     def domain_of(self) -> dict[int, int]:
