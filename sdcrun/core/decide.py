@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdcrun.core import policy, words
+from sdcrun.core import checkpoints, policy, words
 from sdcrun.core.ledger import CaseKey
 from sdcrun.core.observe import observe
 from sdcrun.core.state import State, close
@@ -31,6 +31,10 @@ def apply(state: State, event: Event) -> tuple[State, list[Action]]:
     """Take one event in and say what must be done. Malformed data never raises; it is counted in `state.malformed`."""
     observe(state, event)
     actions = _act(state)
+    if state.checkpoints and event.kind in checkpoints.STIRRING:
+        actions += checkpoints.transitions(state)
+    elif event.kind == "left":
+        actions += checkpoints.pass_on(event)
     if event.kind == "job_end" and state.ended:
         actions += finish(state)
     return state, actions
@@ -96,7 +100,7 @@ def _tell(state: State, key: CaseKey) -> list[Action]:
 
 def _told_in_full(state: State, key: CaseKey) -> bool:
     """Whether nobody who could add to a case is still to be heard."""
-    if key.check == "replay":
+    if key.check == "replay" or key.check == "weights" and not key.of_vote:
         return True
     if key.check == "nonfinite":
         quiet = all(entry.finding.verdict in policy.QUIET for entry in state.ledger.entries.get(key, ()))

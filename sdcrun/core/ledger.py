@@ -24,6 +24,11 @@ class CaseKey:
     group: Group
     table: str = ""
 
+    @property
+    def of_vote(self) -> bool:
+        """Whether the case is a weight vote; findings about checkpoints are filed under check 3 as well."""
+        return self.check == "weights" and not self.table.startswith("checkpoint ")
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sdcrun.core import nonfinite
+from sdcrun.core import checkpoints, nonfinite
 from sdcrun.core.firings import firing_of, reach
 from sdcrun.core.ledger import CaseKey
 from sdcrun.core.nonfinite import NonfiniteCase
@@ -203,25 +203,11 @@ def _inject(state: State, event: Event) -> None:
     last = firing.step + max(reach(state.config, "weights"), reach(state.config, "nonfinite"))
     for key in state.ledger.between(event.attempt, firing.step, last):
         again = [key.step]
-        if key.check == "weights":
+        if key.of_vote:
             history = state.votes[key.attempt, key.group, key.table]
             again = sorted({key.step, *history.plant(key.step, _planted(state, history, key.step))})
         for step in again:
             rejudge(state, replace(key, step=step))
-
-
-def _checkpoint(state: State, event: Event) -> None:
-    data = event.data
-    step = data.get("step")
-    name = str(data.get("id") or data["path"])
-    state.checkpoints.pop(name, None)
-    state.checkpoints[name] = {
-        "path": str(data["path"]),
-        "step": None if step is None else int(step),
-        "state": str(data["state"]),
-        "reason": str(data.get("reason") or ""),
-        "attempt": event.attempt,
-    }
 
 
 def _bye(state: State, event: Event) -> None:
@@ -289,7 +275,8 @@ _HANDLERS = {
     "vote": _vote,
     "word": _word,
     "inject": _inject,
-    "checkpoint": _checkpoint,
+    "checkpoint": checkpoints.observe,
+    "loaded": checkpoints.observe_loaded,
     "bye": _bye,
     "node_up": _node_up,
     "worker_lost": _worker_lost,

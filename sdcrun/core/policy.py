@@ -56,7 +56,7 @@ def _stop_for(state: State, key: CaseKey, finding: Finding) -> StopOrder | None:
         return StopOrder(
             code, f"{words.count(counts[struck[0]], 'strike')} against {words.clean(struck[0])} (max_strikes)"
         )
-    if finding.check == "weights":
+    if key.of_vote:
         action = state.votes[key.attempt, key.group, key.table].cases[key.step].action
         if finding.rule == "no-majority" and key.table != "buffers" and config.on_weight_fault != "report":
             return StopOrder(ExitCode.UNCLEAR, f"the replicas differ and no version has a majority ({where})")

@@ -114,7 +114,7 @@ def _caught_at_checkpoint(state: State, first: Firing) -> int | None:
     steps = [
         c["step"] if c["step"] is not None else first.step
         for c in state.checkpoints.values()
-        if c["state"] in ("withheld", "tainted") and (c["step"] is None or c["step"] >= first.step)
+        if (c["state"] in ("withheld", "tainted") or c["dissent"]) and (c["step"] is None or c["step"] >= first.step)
     ]
     return min(steps) - first.step if steps else None
 

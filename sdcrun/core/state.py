@@ -76,8 +76,18 @@ class State:
         return bool(self.ends) and all(node["source"] in self.ends for node in self.roster.nodes)
 
 
+def file_findings(state: State, key: CaseKey, entries: list[Entry]) -> None:
+    """File the findings of one case, with their `injected` marks."""
+    marked = [replace(entry, finding=_mark(state, entry.finding)) for entry in entries]
+    if state.ledger.put(key, marked):
+        state.changed.append(key)
+
+
 def rejudge(state: State, key: CaseKey) -> None:
     """Work out the findings of one case again and file them."""
+    if key.check == "weights" and not key.of_vote:
+        file_findings(state, key, state.ledger.entries.get(key, []))
+        return
     if key.check == "nonfinite":
         case = state.cases[key]
         found, done = _judge_nonfinite(state, key, case), _done_nonfinite(case)
@@ -89,11 +99,9 @@ def rejudge(state: State, key: CaseKey) -> None:
     else:
         found = state.replays.judge(key, _accused_before(state, key), _voting(state, key))
         done = state.replays.done(key)
-    found = [_mark(state, finding) for finding in found]
     if key.check == "replay":
-        state.replays.remember(key, found)
-    if state.ledger.put(key, [Entry(finding, done) for finding in found]):
-        state.changed.append(key)
+        state.replays.remember(key, [_mark(state, finding) for finding in found])
+    file_findings(state, key, [Entry(finding, done) for finding in found])
 
 
 def _judge_nonfinite(state: State, key: CaseKey, case: NonfiniteCase) -> list[Finding]:

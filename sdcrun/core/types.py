@@ -187,7 +187,7 @@ class Finding:
 @dataclass(frozen=True)
 class Action:
     """What the controller must do. kind: "command" (to all ranks, next ballot) {what, why, code} · "say" {text, level}
-    · "stop" (to all supervisors) {code, why} · "reply" {to, ...}."""
+    · "stop" (to all supervisors) {code, why} · "reply" {to, ...} · "record" (an event of its own) {kind, data}."""
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)

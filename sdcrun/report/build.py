@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
-from sdcrun.core import decide, policy, words
+from sdcrun.core import checkpoints, decide, policy, words
 from sdcrun.core.exitcode import status
 from sdcrun.core.ledger import ACCUSING, Entry, as_of, confirmed_at
 from sdcrun.core.roster import Attempt
@@ -14,7 +14,7 @@ from sdcrun.core.smoke import fault_rows
 from sdcrun.core.state import State
 from sdcrun.core.types import CHECKS, REPORT_SCHEMA, Config, Device, Event, Finding, Verdict
 from sdcrun.report.limits import limits
-from sdcrun.report.radius import blast_radius, checkpoint_rows
+from sdcrun.report.radius import blast_radius
 
 MAX_EVIDENCE = 32
 ORDER = {Verdict.CONFIRMED: 0, Verdict.SUSPECT: 1}
@@ -35,7 +35,7 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
     job, attempt = job or {}, state.roster.last
     strikes = state.ledger.strikes(state.device_key)
     suspects = _suspects(state, strikes)
-    checkpoints = checkpoint_rows(state, strikes)
+    saved = checkpoints.rows(state, strikes)
     unguarded = state.roster.unguarded(attempt, ended=bool(state.ends))
     where = status(state)
     return {
@@ -71,8 +71,8 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
             }
             for row in fault_rows(state)
         ],
-        "checkpoints": checkpoints,
-        "blast_radius": blast_radius(state, suspects, checkpoints),
+        "checkpoints": saved,
+        "blast_radius": blast_radius(state, suspects, saved),
         "limits": [*limits(state, attempt, unguarded, where), *notes],
     }
 

@@ -177,6 +177,9 @@ class Intake:
         """The actions due; commands are put among what is to be written, and have their "id" then."""
         while self._actions:
             action = self._actions.popleft()
+            if action.kind == "record":
+                self.own(action.data["kind"], action.data["data"])
+                continue
             if action.kind == "command":
                 self.own("command", dict(action.data))
                 self._give("command", action.data)
