@@ -19,7 +19,13 @@ from sdcrun.report import build, handoff, store
 from sdcrun.report.store import JobError, Reading
 from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplained
 
-VIEWS = {"json": "report.json", "text": "report.txt", "junit": "junit.xml", "prometheus": "metrics.prom"}
+VIEWS = {
+    "json": "report.json",
+    "text": "report.txt",
+    "html": "report.html",
+    "junit": "junit.xml",
+    "prometheus": "metrics.prom",
+}
 TOOL_ERROR = 2
 
 
@@ -93,7 +99,8 @@ def _renderer(format: str) -> Callable[[dict[str, Any], Any], str]:
     """The function (report, state) -> text of a format; raises JobError for an unknown one."""
     if format not in VIEWS:
         raise JobError(f"no format {format!r}; there are {', '.join(VIEWS)}")
-    return lambda data, state: _module(format).render(data)
+    module = _module(format)
+    return module.render if format == "html" else lambda data, state: module.render(data)
 
 
 def _commands(data: dict[str, Any], platform: str) -> str:
@@ -162,6 +169,6 @@ def closing(config: Config, code: int) -> list[str]:
     except (JobError, OSError) as error:
         return [f"no report could be written: {words.clean(error, 300)}"]
     _, text = headline(data)
-    lines = [f"{text} ({words.count(data['steps']['seen'], 'step')}, exit code {code})"]
+    lines = [f"{text} (exit code {code})"]
     path = words.clean(os.path.join(config.job_dir, VIEWS["text"]), 300)
     return [*lines, f"report: {path}   next: {next_command(data)}"]

@@ -136,7 +136,7 @@ def _suspects(report: dict[str, Any]) -> list[Any]:
             ("device", f"host {words.clean(device['host'])}, {words.clean(device['uuid'])} {'; '.join(known)}".strip()),
             ("place", f"local rank {_or(suspect['local_rank'])}, node {_or(suspect['node'])}"),
             ("strikes", f"{suspect['strikes']}, step {' to '.join(str(step) for step in sorted(steps))}, "
-                        f"{suspect['persistence']}, rule: {suspect['rule']}"),
+                        f"persistence {suspect['persistence']}, rule: {suspect['rule']}"),
             ("ruled out", "; ".join(suspect["ruled_out"]) or "nothing"),
             *[("evidence", text) for text in _evidence(suspect)],
             ("do", suspect["recommended_action"]),
