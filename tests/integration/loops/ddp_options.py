@@ -328,7 +328,7 @@ def two_groups(rank, world):
 def uneven(rank, divide):
     """Ranks have different numbers of batches."""
     model = DDP(MLP())
-    optimizer = sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join(divide_by_initial_world_size=divide):
         losses = train(model, optimizer, rank, 4 + rank)
     losses += train(model, optimizer, rank, 2)
@@ -345,7 +345,7 @@ def join_effective_world(rank, world):
 
 def join_context(rank, world):
     model = DDP(MLP())
-    optimizer = sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = train(model, optimizer, rank, 2)
     with Join([model]):
         losses += train(model, optimizer, rank, 6 - rank)

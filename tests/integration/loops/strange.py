@@ -191,7 +191,7 @@ def unwrapped_training(rank, world):
 
 
 def nested_autograd(rank, world):
-    """A backward pass runs inside another one's hook, and a backward pass is taken twice through one graph."""
+    """A backward pass through another graph runs inside a hook of the first one."""
     model = DDP(MLP(dropout=0.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     side = torch.ones(3, requires_grad=True)
@@ -206,8 +206,6 @@ def nested_autograd(rank, world):
         logits = model(x)
         logits.register_hook(side_backward)
         loss = F.cross_entropy(logits, y)
-        with model.no_sync():
-            loss.backward(retain_graph=True)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
