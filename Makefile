@@ -3,8 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+DEMO := build/demo
+FAULT := weight:rank=2,step=20,kind=bitflip,bit=27
 
-.PHONY: demo test bench bench-full matrix soak lint clean
+# Several ranks share this machine: one thread each, as torchrun itself sets it for several ranks of one node.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint readme bench bench-full matrix clean
+
+demo: $(STAMP)
+	$(BIN)/sdcrun --sdc-dir $(DEMO) --sdc-job demo --nnodes 4 --inject-fault $(FAULT) examples/train_gpt.py --steps 40
+	$(BIN)/sdcrun report --sdc-dir $(DEMO) demo
 
 $(STAMP): pyproject.toml configs/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,5 +26,19 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest
 
+# Runs the commands of README.md and puts what they print into it.
+readme: $(STAMP)
+	$(BIN)/python tests/readme.py
+
+bench: $(STAMP)
+	$(BIN)/python tests/bench/bench_fingerprint.py --json bench.json
+
+bench-full: $(STAMP)
+	$(BIN)/python tests/bench/bench_fingerprint.py --full --json bench.json
+
+# Each training loop alone, on three and four ranks, clean and with each fault.
+matrix: $(STAMP)
+	$(BIN)/python -m pytest tests/integration/matrix.py
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info sdcrun_jobs
+	rm -rf $(VENV) build dist *.egg-info sdcrun_jobs bench.json

@@ -14,6 +14,7 @@ from sdcrun.errors import UsageError
 from sdcrun.runner import agents, environment, inventory, jobfolder, localnodes
 from sdcrun.runner.banner import banner
 from sdcrun.runner.children import Child, Children
+from sdcrun.runner.live import Live
 from sdcrun.runner.plan import Plan
 from sdcrun.runner.signals import WARNING, Inbox, named
 from sdcrun.runner.speak import Voice
@@ -37,6 +38,7 @@ class Supervisor:
         self.devices = localnodes.split_devices(plan.local_nodes, plan.nproc, environ) if plan.local_nodes > 1 else None
         self.unseen = configuration.unseen_faults(settings.config, plan.domains, plan.world_size)
         self.control = None
+        self.live: Live | None = None
         self.stop_order: dict[str, Any] | None = None
 
     def run(self) -> int:
@@ -49,6 +51,8 @@ class Supervisor:
         try:
             values = self._environment()
             self.voice.say(banner(self.plan, self.settings, self.config, self.folder, self.unseen))
+            self.live = Live(self.config, self.voice, self._keeps_record, self.environ)
+            self.live.begin()
             self.agents = agents.Agents(self.plan, self.children, self.voice, handled)
             self.agents.start(values, self.config.job_id, self.folder.logs, port, self.devices)
             if self.folder.path is not None:
@@ -157,6 +161,7 @@ class Supervisor:
             if self.stop_order is not None:
                 self.agents.stop(f"the job is stopped: {self.stop_order.get('why')}")
             self.agents.turn()
+            self.live.turn()
             if self.agents.over:
                 return
 
@@ -182,6 +187,9 @@ class Supervisor:
         except Exception as error:
             self.voice.warn(f"the controller is lost ({type(error).__name__}: {error}); training goes on")
 
+    def _keeps_record(self) -> bool:
+        return self.control is not None and self.control.ours
+
     def _ordered_to_stop(self, order: dict[str, Any]) -> None:
         """In the link's thread."""
         self.stop_order = order
@@ -195,6 +203,7 @@ class Supervisor:
 
     def _conclude(self) -> int:
         code = self.agents.code
+        self.live.end()
         self.agents.explain()
         if self.control is None:
             return code
@@ -232,6 +241,8 @@ class Supervisor:
         return last.code
 
     def _clean_up(self, port: localnodes.HeldPort | None) -> None:
+        if self.live is not None:
+            self.live.end()
         if self.control is not None:
             self.control.end()
         if port is not None:

@@ -23,7 +23,7 @@ OURS = {
     "runner": {"runner", "report", "options", "wire", "core"},
     "front": {"front", "runner", "report", "options", "wire", "core"},
 }
-OPTIONS = {"args", "config", "errors", "optiontable"}
+OPTIONS = {"args", "campaignfile", "config", "errors", "optiontable"}
 # Packages of others. `core` has none: it must run, and be tested, on a bare interpreter.
 OTHERS = {
     "core": set(),
@@ -31,7 +31,7 @@ OTHERS = {
     "shim": {"torch"},
     "report": {"rich", "jinja2"},
     "options": {"yaml"},
-    "runner": {"psutil", "pynvml"},
+    "runner": {"psutil", "pynvml", "rich"},
     "front": {"typer", "click", "rich"},
 }
 # The exceptions, file by file.
