@@ -107,9 +107,8 @@ def _told_in_full(state: State, key: CaseKey) -> bool:
         return quiet or not policy.audits(state, key.attempt) or replace(key, check="replay") in state.replays.audits
     case = state.votes[key.attempt, key.group, key.table].cases[key.step]
     heard = set().union(*case.said.values()) if case.said else set()
-    return heard >= case.accused and all(
-        (key.attempt, key.step, key.table, rank) in state.words for rank in case.accused
-    )
+    speakers = case.accused or case.group[1:2]
+    return heard >= case.accused and all((key.attempt, key.step, key.table, rank) in state.words for rank in speakers)
 
 
 def _name_the_missing(state: State, now: float) -> list[Action]:

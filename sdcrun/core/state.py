@@ -14,7 +14,7 @@ from sdcrun.core.firings import Firings
 from sdcrun.core.ledger import CaseKey, Entry, Ledger
 from sdcrun.core.nonfinite import NonfiniteCase
 from sdcrun.core.replays import ReplayBook
-from sdcrun.core.roster import Roster
+from sdcrun.core.roster import MAX_PEERS, Roster
 from sdcrun.core.types import Config, Finding
 from sdcrun.core.votes import VoteCase, VoteHistory
 
@@ -93,9 +93,11 @@ def rejudge(state: State, key: CaseKey) -> None:
         found, done = _judge_nonfinite(state, key, case), _done_nonfinite(case)
     elif key.check == "weights":
         history = state.votes[key.attempt, key.group, key.table]
-        accused = history.cases[key.step].accused
-        known = {rank: state.words.get((key.attempt, key.step, key.table, rank), []) for rank in accused}
-        found, done = history.judge(key.step, known), _done_vote(history.cases[key.step])
+        case = history.cases[key.step]
+        speakers = case.group[:MAX_PEERS] if case.no_majority else case.accused
+        places = {rank: (key.attempt, key.step, key.table, rank) for rank in speakers}
+        known = {rank: state.words[place] for rank, place in places.items() if place in state.words}
+        found, done = history.judge(key.step, known), _done_vote(case)
     else:
         found = state.replays.judge(key, _accused_before(state, key), _voting(state, key))
         done = state.replays.done(key)

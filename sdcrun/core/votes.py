@@ -141,12 +141,12 @@ class VoteHistory:
         return list(self.steps)
 
     def judge(self, step: int, known: dict[int, list[dict[str, Any]]]) -> list[Finding]:
-        """Findings of the vote at `step`. `known` maps accused ranks to their `word` data of this step and table."""
+        """Findings of the vote at `step`. `known` maps ranks to their `word` data of this step and table."""
         case, found = self.cases[step], []
         if self._fresh.get(step):
             found.append(self._minority(case, tuple(sorted(self._fresh[step])), known))
         if case.no_majority:
-            found.append(_no_majority(case))
+            found.append(_no_majority(case, known))
         return found
 
     def _minority(self, case: VoteCase, accused: tuple[int, ...], known: dict[int, list[dict[str, Any]]]) -> Finding:
@@ -190,13 +190,15 @@ def _difference(case: VoteCase, accused: tuple[int, ...]) -> str:
     )
 
 
-def _no_majority(case: VoteCase) -> Finding:
+def _no_majority(case: VoteCase, known: dict[int, list[dict[str, Any]]]) -> Finding:
     text = (
         f"{TITLES.get(case.table, words.clean(case.table))} differ and no version has a majority among "
         f"{words.count(len(case.group), 'rank')}: {words.names(case.no_majority)}. The replicas are no longer replicas."
     )
+    if known:
+        text += f" Against rank {case.group[0]}:{_word(known, True)}"
     if case.why:
-        text += f" {words.clean(case.why)}"
+        text += f" ({words.clean(case.why)})"
     rows = tuple(_row(case, tensor, None, []) for tensor in case.no_majority[:KEPT])
     return Finding(case.attempt, case.step, "weights", Verdict.INCONCLUSIVE, "no-majority", text, (), False, rows)
 

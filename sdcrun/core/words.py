@@ -14,6 +14,19 @@ CHECK_TITLES = {
     "weights": "check 3, weight vote",
 }
 LIMIT = 160
+RANKS_APART = (
+    "Look for code that treats ranks differently: seeds, a load on one rank, weights changed outside the optimizer."
+)
+UNCLEAR = {
+    "no-majority": "Do not trust weights from this step on: go back to the newest safe checkpoint (see the report).",
+    "minority-at-start": RANKS_APART,
+    "minority-moves": RANKS_APART,
+    "two-domains": "Run the job over three or more nodes to learn which side is wrong; test both devices until then.",
+    "no-arbiter": "Run the job over more nodes of one kind to learn which side is wrong; test the devices until then.",
+    "all-pairs-differ": "Check that all nodes have the same devices, drivers and libraries.",
+    "no-agreement": "More than one device is bad, or the nodes are not alike: test the devices of this step.",
+    "wanders": "Look for kernels that are not deterministic; no device is accused.",
+}
 
 
 def clean(text: Any, limit: int = LIMIT) -> str:
@@ -80,10 +93,9 @@ def advice(finding: Finding, job_id: str) -> str:
         )
     if finding.verdict is Verdict.NOT_HARDWARE:
         return "Debug data, learning rate or code; the devices are not the cause."
-    if finding.verdict is Verdict.INCONCLUSIVE and finding.rule == "no-majority":
-        return "Do not trust weights from this step on: go back to the newest safe checkpoint (see the report)."
     if finding.verdict is Verdict.INCONCLUSIVE:
-        return "Look at data, learning rate and code first; no device is accused."
+        software = "Look at data, learning rate and code first; no device is accused."
+        return UNCLEAR.get(finding.rule, software)
     return "Nothing."
 
 

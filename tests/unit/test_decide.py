@@ -202,8 +202,10 @@ def test_no_majority_stops_with_87_unless_it_is_to_be_reported():
         job = Job(world=2, on_weight_fault=policy)
         job.hello()
         job.vote(3, no_majority=("w",), action="declined", again=None)
+        job.word(3, "w", 1)
         state, actions = run(job)
         assert only(state).verdict is Verdict.INCONCLUSIVE
+        assert "Against rank 0: Rank 1: one 32-bit word differs: element 5 of w, bit 30" in only(state).text
         assert [stop["code"] for stop in stops(actions)] == wanted
         assert exitcode.exit_code(state, 1) == (wanted or [1])[0]
 
