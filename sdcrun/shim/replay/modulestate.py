@@ -20,6 +20,7 @@ from sdcrun.shim.microbatch import dumps, tensors_of
 _PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque, bytearray)
 _REGISTRIES = frozenset(vars(torch.nn.Module()))
+_NAMED = ("_buffers", "_modules", "_parameters")
 LONGEST_LIST = 10_000
 
 Key = tuple[str, str]
@@ -115,12 +116,15 @@ def preserved(module: torch.nn.Module) -> Iterator[None]:
     for part in module.modules():
         own = {key: value for key, value in vars(part).items() if key == "training" or key not in _REGISTRIES}
         contents = {key: list(value) for key, value in own.items() if type(value) is list}
-        before.append((part, own, contents))
+        before.append((part, own, contents, [set(vars(part)[name]) for name in _NAMED]))
     try:
         yield
     finally:
-        for part, own, contents in before:
+        for part, own, contents, names in before:
             held = vars(part)
+            for name, known in zip(_NAMED, names):
+                for key in [key for key in held[name] if key not in known]:
+                    del held[name][key]
             for key in [key for key in held if key not in own and key not in _REGISTRIES]:
                 del held[key]
             for key, value in own.items():

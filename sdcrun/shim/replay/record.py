@@ -58,9 +58,13 @@ class Case:
 
 class Recorder:
     """Records the forwards of `guards` (all modules of a group) and stops after its `pick`-th backward (from 0) that
-    reaches their parameters; `case` is then the recorded backward, or `declined` says why there is none."""
+    reaches their parameters; `case` is then the recorded backward, or `declined` says why there is none.
 
-    def __init__(self, guards: list, pick: int) -> None:
+    `before`: the recorder of the window before, whose forwards this one's backward may still need (a GAN's generator
+    runs before the discriminator's update); it must not be used any more.
+    """
+
+    def __init__(self, guards: list, pick: int, before: Recorder | None = None) -> None:
         self.guards, self.pick = guards, pick
         self.case: Case | None = None
         self.declined: str | None = None
@@ -73,11 +77,24 @@ class Recorder:
         self._outputs: list[tuple[Ref, torch.Tensor, int, Any, int]] = []
         self._hooks: list = []
         self._compared: list[torch.Tensor] = []
+        self._versions: dict[int, list[int]] = {}
         parameters = {}
         for place, guard in enumerate(guards):
             for name, parameter in guard.module.named_parameters(remove_duplicate=False):
                 parameters.setdefault(id(parameter), (parameter, ("p", place, name)))
         self.tape = Tape(parameters)
+        if before is not None and before.guards == guards:
+            self._adopt(before)
+        self._inherited = len(self.tape.entries)
+
+    def _adopt(self, before: Recorder) -> None:
+        entries = before.tape.entries[before._inherited :]
+        self.tape.adopt(before.tape, entries)
+        made = {ref for entry in entries for ref in entry.outs}
+        self._outputs = [output for output in before._outputs if output[0] in made]
+        self._versions = {id(entry): before._versions[id(entry)] for entry in entries if id(entry) in before._versions}
+        self.callbacks.update(before.callbacks)
+        self._epoch = before._epoch + 1
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -86,6 +103,7 @@ class Recorder:
         if self.done:
             return None
         self.tape.stop()
+        self.tape.forget_values()
         module = self.guards[place].module
         call = Call(guard=place, random=Random.now().shipped(), autocast=Autocast.now(), grad_mode=True)
         token = Token(call)
@@ -164,6 +182,7 @@ class Recorder:
         )
         if changed:
             tape.hard.append(f"the forward changes {changed[0]}, which cannot be shipped")
+        self._versions[id(call)] = token.versions
         if [version_of(p) for p in module.parameters()] != token.versions:
             tape.hard.append("the forward changes its own parameters in place")
         outputs = tensors_of(output)
@@ -185,7 +204,8 @@ class Recorder:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def around_backward(self, run: Callable, tensors: Any, grad_tensors: Any, options: dict) -> Any:
-        """Runs a backward; if it is a candidate, remembers how to do it again and what came out."""
+        """Runs a backward; if it is a candidate, remembers how to do it again and what came out. Raises only what the
+        backward raises."""
         self.tape.stop()
         if self.done or not any(isinstance(entry, Call) for entry in self.tape.entries):
             return run(tensors, grad_tensors, options)
@@ -203,12 +223,14 @@ class Recorder:
         try:
             result = run(tensors, grad_tensors, options)
         finally:
-            gradients = table.take()
+            table.drop()
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-        if gradients:
-            self._recorded(prepared, roots, gradients, table)
+        try:
+            self._recorded(prepared, roots, table)
+        except Exception as error:
+            self.case, self.declined = None, f"a backward cannot be read: {type(error).__name__}: {error}"[:160]
         self._compared.clear()
         if not self.done:
             self.tape.start()
@@ -243,7 +265,7 @@ class Recorder:
             elif tape.hooked([*used, *backward.roots]):
                 why = "the script has put a hook on an output or on the loss"
             else:
-                return self._program([*kept, backward], FULL, "")
+                return self._stale(kept) or self._program([*kept, backward], FULL, "")
         return self._fallback(roots, Backward(create_graph=backward.create_graph), why)
 
     def _fallback(self, roots: list[torch.Tensor], backward: Backward, why: str) -> Program | str:
@@ -265,7 +287,15 @@ class Recorder:
                 if version_of(tensor) == version:
                     backward.outputs.append(ref)
                     self._compared.append(tensor)
-        return self._program([*kept, backward], FALLBACK, why)
+        return self._stale(kept) or self._program([*kept, backward], FALLBACK, why)
+
+    def _stale(self, entries: list[Entry]) -> str | None:
+        for entry in entries:
+            if isinstance(entry, Call):
+                now = [version_of(p) for p in self.guards[entry.guard].module.parameters()]
+                if now != self._versions[id(entry)]:
+                    return "the weights were changed between a forward and its backward"
+        return None
 
     def _seeing(self, backward: Backward, ref: Ref, place: int) -> Callable:
         def prehook(gradients):
@@ -278,7 +308,10 @@ class Recorder:
         covered = sorted({entry.guard for entry in entries if isinstance(entry, Call)})
         return Program(entries, {}, covered, kind, why, position=self.backwards)
 
-    def _recorded(self, prepared: Program | str, roots: list, gradients: dict, table: GradientTable) -> None:
+    def _recorded(self, prepared: Program | str, roots: list, table: GradientTable) -> None:
+        gradients = table.take()
+        if not gradients and not isinstance(prepared, str):
+            return
         self.backwards += 1
         if isinstance(prepared, str):
             self.case, self.declined = None, prepared
@@ -335,6 +368,7 @@ class Recorder:
         ended = self.tape.stop()
         self.case = None
         self._outputs.clear()
+        self._versions.clear()
         self._sentinel = None
         self.callbacks.clear()
         self.tape.clear()

@@ -170,7 +170,7 @@ class _Run:
         args, kwargs = loads(call.blob, self._resolve, self.device)
         with torch.no_grad():
             for name, ref in call.buffers.items():
-                self.buffers[call.guard][name].copy_(self._resolve(ref))
+                self._set_buffer(module, self.buffers.get(call.guard, {}).get(name), name, self._resolve(ref))
         modulestate.assign(module, call.attributes)
         modulestate.assign(module, {key: self._resolve(ref) for key, ref in call.held.items()})
         if call.epoch != self.epoch:
@@ -191,6 +191,15 @@ class _Run:
         if self.program.kind == FORWARD:
             self.result.finite &= all(map(all_finite, outputs))
         return [*outputs, *modulestate.by_products(module), *self.shown]
+
+    @staticmethod
+    def _set_buffer(module: torch.nn.Module, copy: torch.Tensor | None, name: str, value: torch.Tensor) -> None:
+        if copy is not None and copy.shape == value.shape and copy.dtype == value.dtype:
+            copy.copy_(value)
+        else:
+            # The forward makes or grows this buffer: the owner had another one than this rank has.
+            where, _, leaf = name.rpartition(".")
+            module.get_submodule(where)._buffers[leaf] = value
 
     def _compiled(self, call: Call, args: tuple, kwargs: dict) -> Any:
         """Under the callback of dynamo that the module's forwards run under here, so that the same graphs are used."""

@@ -6,6 +6,7 @@ enters by value where it is used first. Dependence is tracked by storage, so tha
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.program import Apply, Entry, Gradient, Op, Ref
 
 COPY_UP_TO = 64 << 20
+
+# References are never used twice in a process, so that recordings can be joined.
+_numbers = itertools.count()
+
 _PASSING = ("profiler", "prim", "inductor")
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
 
@@ -70,13 +75,12 @@ class Tape:
         self.hard: list[str] = []
         self.paused = False
         self._ids: dict[int, tuple[Callable[[], torch.Tensor | None], Ref, int]] = {}
-        self._keep: list[torch.Tensor] = []
         self._tracked = set()
         for parameter, ref in parameters.values():
             storage = storage_of(parameter)
             self._tracked.add(storage)
             self.alias[ref] = storage
-        self._count = 0
+        self._floor = next(_numbers)
         self._mode: TapeMode | None = None
 
     # -- references ---------------------------------------------------------------------------------------------
@@ -86,10 +90,18 @@ class Tape:
         entry = self._ids.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             _, ref, version = entry
-            if ref[0] == "v" or version_of(tensor) == version or self.alias[ref] in self._tracked:
+            if ref[0] == "v" or self.alias[ref] in self._tracked:
+                return ref
+            # A leaf with gradient is one and the same for forward and torch.autograd.grad.
+            if (tensor.requires_grad or ref[1] >= self._floor) and version_of(tensor) == version:
                 return ref
         parameter = self.parameters.get(id(tensor))
         return parameter[1] if parameter is not None and parameter[0] is tensor else None
+
+    def forget_values(self) -> None:
+        """Outside values met so far are copied again when they are used again: not every change in place moves a
+        version counter (`.data`, BatchNorm's statistics)."""
+        self._floor = next(_numbers)
 
     def tracked(self, tensor: torch.Tensor) -> bool:
         """The tensor depends on a module's outputs or parameters."""
@@ -103,10 +115,11 @@ class Tape:
 
     def make(self, tensor: torch.Tensor, weak: bool = False) -> Ref:
         """A new reference for a tensor that the program computes; `weak`: without keeping it alive."""
-        ref = ("v", self._count)
-        self._count += 1
+        ref = ("v", next(_numbers))
         self._name(tensor, ref, weak)
-        self._tracked.add(self.alias[ref])
+        if not weak:
+            # Memory of a tensor that may die can come back as somebody else's.
+            self._tracked.add(self.alias[ref])
         return ref
 
     def same(self, tensor: torch.Tensor, ref: Ref) -> None:
@@ -120,7 +133,6 @@ class Tape:
         if weak:
             self._ids[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
         else:
-            self._keep.append(tensor)
             self._ids[id(tensor)] = (lambda: tensor, ref, version_of(tensor))
 
     def refer(self, tensor: torch.Tensor) -> Ref:
@@ -146,9 +158,11 @@ class Tape:
 
     def by_value(self, tensor: torch.Tensor) -> Ref:
         """The reference of `tensor` as a shipped value, copied now unless it is large."""
-        ref = ("x", len(self.externals))
+        ref = ("x", next(_numbers))
         copied = tensor.numel() * tensor.element_size() <= COPY_UP_TO
         loose = tensor.requires_grad and tensor.grad_fn is not None
+        if storage_of(tensor) in self._tracked:
+            self.alias[ref] = ref  # a copy of computed values: from here on it has nothing to do with them
         self.externals[ref] = External(
             freeze(tensor) if copied else tensor, version_of(tensor), copied, tensor.requires_grad, loose
         )
@@ -183,6 +197,7 @@ class Tape:
         """Listens to operators from here on, unless somebody else's dispatch mode is active."""
         if self._mode is not None:
             return
+        self.forget_values()
         if dispatch._len_torch_dispatch_stack() > 0:
             self._soften("a dispatch mode of the script's own is active around the model")
             return
@@ -203,38 +218,64 @@ class Tape:
         mode.__exit__(None, None, None)
         return True
 
+    def adopt(self, other: Tape, entries: list[Entry]) -> None:
+        """Takes over entries of another tape, with what they refer to."""
+        self.entries.extend(entries)
+        named = {ref for entry in entries for ref in (*entry.uses, *entry.outs, *entry.writes)}
+        for ref in named:
+            if ref in other.externals:
+                self.externals[ref] = other.externals[ref]
+            self.alias.setdefault(ref, other.alias[ref])
+        for key, (tensor, ref, version) in other._ids.items():
+            if ref in named and ref[0] == "v" and tensor() is not None:
+                self._ids[key] = (tensor, ref, version)
+                if other.alias[ref] in other._tracked:
+                    self._tracked.add(other.alias[ref])
+
     def clear(self) -> None:
         """Drops every tensor; hooks and modes may still hold on to the tape itself."""
         self._ids.clear()
-        self._keep.clear()
+        self._tracked.clear()
+        self.alias.clear()
         self.externals.clear()
         self.entries.clear()
 
     def operator(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """Runs one operator and records it if it depends on the modules."""
+        """Runs one operator and records it if it depends on the modules. Raises only what the operator raises."""
         if self.paused or function.namespace in _PASSING:
             return function(*args, **kwargs)
+        begun = self._guarded(str(function), self._begin, function, args, kwargs)
+        result = function(*args, **kwargs)
+        if begun is not None:
+            self._guarded(str(function), self._end, function, begun, result)
+        return result
+
+    def _guarded(self, name: str, part: Callable, *args: Any) -> Any:
+        """Our own trouble must not become the script's: the tail is then not followed any more."""
+        try:
+            return part(*args)
+        except Exception as error:
+            self._soften(f"{name} cannot be recorded: {type(error).__name__}")
+            return None
+
+    def _begin(self, function: Any, args: tuple, kwargs: dict) -> tuple | None:
         if not self._matters(tensors_of((args, kwargs))):
-            return function(*args, **kwargs)
+            return None
         if function.namespace in _COLLECTIVE:
             self._soften(f"a collective operation in the loss: {function}")
-            return function(*args, **kwargs)
+            return None
         written = _written(function, args, kwargs)
-        try:
-            for tensor in written:
-                self._own_base(tensor)
-            blob, uses = self.pickled((args, kwargs))
-        except Exception as error:
-            self._soften(f"arguments of {function} cannot be shipped: {type(error).__name__}")
-            return function(*args, **kwargs)
-        drawn = Random.now() if torch.Tag.nondeterministic_seeded in function.tags else None
-        result = function(*args, **kwargs)
+        for tensor in written:
+            self._own_base(tensor)
+        blob, uses = self.pickled((args, kwargs))
+        drawn = Random.now().shipped() if torch.Tag.nondeterministic_seeded in function.tags else None
+        return blob, uses, written, drawn
+
+    def _end(self, function: Any, begun: tuple, result: Any) -> None:
+        blob, uses, written, drawn = begun
         writes = [self._changed(tensor) for tensor in written]
         outs = [self._made(tensor) for tensor in tensors_of(result)]
-        self.entries.append(
-            Op(blob, uses, outs, writes, torch.is_grad_enabled(), drawn and drawn.shipped(), name=str(function))
-        )
-        return result
+        self.entries.append(Op(blob, uses, outs, writes, torch.is_grad_enabled(), drawn, name=str(function)))
 
     def _own_base(self, tensor: torch.Tensor) -> None:
         """A write into a view of an outside tensor: the program needs the whole tensor, and the view as its view."""
@@ -260,40 +301,43 @@ class Tape:
         """A custom autograd.Function in the script's loss."""
         if self._mode is None or self.paused or not self._matters(tensors_of((args, kwargs))):
             return run(cls, *args, **kwargs)
-        blob, uses = b"", []
-        try:
-            blob, uses = self.pickled((cls, args, kwargs))
-        except Exception as error:
-            name = "a compiled function" if cls.__name__ == "CompiledFunction" else f"{cls.__qualname__}.apply"
-            self._soften(f"the loss calls {name}, which cannot be shipped ({type(error).__name__})")
-        drawn, modes = Random.now().shipped(), Autocast.now()
-        self.paused = True
-        try:
-            result = run(cls, *args, **kwargs)
-        finally:
-            self.paused = False
-        outs = [self._made(tensor) for tensor in tensors_of(result)]
-        writes = [ref for ref in uses if ref in outs]
-        self.entries.append(Apply(blob, uses, outs, writes, torch.is_grad_enabled(), drawn, autocast=modes))
+        name = "a compiled function" if cls.__name__ == "CompiledFunction" else f"{cls.__qualname__}.apply"
+        begun = self._guarded(f"a call of {name}", self.pickled, (cls, args, kwargs))
+        drawn, modes, grad = Random.now().shipped(), Autocast.now(), torch.is_grad_enabled()
+        result = self._aside(run, cls, *args, **kwargs)
+
+        def end() -> None:
+            blob, uses = begun or (b"", [])
+            outs = [self._made(tensor) for tensor in tensors_of(result)]
+            writes = [ref for ref in uses if ref in outs]
+            self.entries.append(Apply(blob, uses, outs, writes, grad, drawn, autocast=modes))
+
+        self._guarded(name, end)
         return result
 
     def gradient(self, run: Callable, outputs: Any, inputs: Any, args: tuple, kwargs: dict) -> Any:
         """torch.autograd.grad between forward and backward (a gradient penalty)."""
         if self._mode is None or self.paused:
             return run(outputs, inputs, *args, **kwargs)
-        blob, uses = b"", []
-        try:
-            blob, uses = self.pickled((outputs, inputs, args, kwargs))
-        except Exception as error:
-            self._soften(f"a call of torch.autograd.grad cannot be shipped: {type(error).__name__}")
+        name = "a call of torch.autograd.grad"
+        begun = self._guarded(name, self.pickled, (outputs, inputs, args, kwargs))
+        result = self._aside(run, outputs, inputs, *args, **kwargs)
+
+        def end() -> None:
+            blob, uses = begun or (b"", [])
+            outs = [self.make(tensor) for tensor in tensors_of(result)]
+            self.entries.append(Gradient(blob, uses, outs, [], torch.is_grad_enabled()))
+
+        self._guarded(name, end)
+        return result
+
+    def _aside(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs something that is one entry as a whole: what happens inside is not recorded."""
         self.paused = True
         try:
-            result = run(outputs, inputs, *args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             self.paused = False
-        outs = [self.make(tensor) for tensor in tensors_of(result)]
-        self.entries.append(Gradient(blob, uses, outs, [], torch.is_grad_enabled()))
-        return result
 
 
 class TapeMode(dispatch.TorchDispatchMode):
