@@ -16,6 +16,7 @@ from sdcrun.core.votes import VoteHistory
 
 MAX_LIMITS = 200
 MAX_WORDS = 64
+MAX_STEP = 1 << 40
 
 
 def observe(state: State, event: Event) -> None:
@@ -34,8 +35,8 @@ def observe(state: State, event: Event) -> None:
 
 def _step(state: State, event: Event) -> tuple[Attempt, int]:
     attempt, step = state.roster.attempt(event.attempt), int(event.data["step"])
-    if step < 0:
-        raise ValueError("negative step")
+    if not 0 <= step < MAX_STEP:
+        raise ValueError("not a step")
     attempt.last_step = max(attempt.last_step, step)
     return attempt, step
 
@@ -85,6 +86,8 @@ def _check_off(state: State, event: Event) -> None:
 def _summary(state: State, event: Event) -> None:
     attempt, data = state.roster.attempt(event.attempt), event.data
     seen = int(data["steps"]["seen"])
+    if not 0 <= seen < MAX_STEP:
+        raise ValueError("not a number of steps")
     attempt.last_step = max(attempt.last_step, seen - 1)
     kept = {
         "steps": {k: int(data["steps"][k]) for k in ("seen", "committed", "skipped")},

@@ -119,14 +119,15 @@ def _nnodes(state: State, attempt: Attempt | None) -> int:
 
 
 def _steps(state: State) -> dict[str, int]:
-    """Steps over all attempts; within one, ranks go in lockstep, so the furthest rank speaks for all. Without
-    any sum (killed early), the last step of which anything was said is taken."""
+    """Steps over all attempts; within one, ranks go in lockstep, so the furthest rank speaks for all. Sums
+    come every few seconds: steps that a later event tells of count as seen, too."""
     total = {"seen": 0, "committed": 0, "skipped": 0}
     for attempt in state.roster.attempts.values():
         rows = [s["steps"] for s in attempt.summaries.values()]
         best = {key: max((row[key] for row in rows), default=0) for key in total}
-        if not rows:
-            best["seen"] = attempt.last_step + 1
+        skips = set().union(*(steps for (number, _), steps in state.skips.items() if number == attempt.number))
+        best["seen"] = max(best["seen"], attempt.last_step + 1)
+        best["skipped"] = max(best["skipped"], len(skips))
         for key in total:
             total[key] += best[key]
     return total

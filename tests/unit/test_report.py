@@ -342,3 +342,13 @@ def test_sixteen_thousand_ranks_and_ten_thousand_events():
     report = report_of(job)
     assert report["guarded_ranks"] == 16384 and len(report["findings"]) == 1999
     assert len(render_text.render(report)) < 100_000
+
+
+def test_steps_after_the_last_sum_are_counted():
+    job = Job()
+    job.hello()
+    job.summaries(3)
+    for step in (5, 6):
+        job.nonfinite(step, {0: ["w"], 1: ["w"]})
+    job.emit("summary", 1, {"steps": {"seen": 2**50}, "checks": {}, "train_seconds": 1.0})
+    assert report_of(job)["steps"] == {"seen": 7, "committed": 3, "skipped": 2}
