@@ -278,12 +278,21 @@ def _close(group, guards, decision: str, overflow: bool, vote: bool, started: fl
     if group.auditor is not None:
         group.auditor.window_closes()
         group.runtime.recording = any(other.auditing for other in group.runtime.groups.values())
+    if group.budget is not None:
+        _keep_budget(group, step)
     now = time.monotonic()
     group.first_gate = group.first_gate or now
     group.last_gate = now
     group.checks["nonfinite"]["seconds"] += group.clock() - started
     if now - group.last_summary >= group.config.summary_every:
         group.summarize(now)
+
+
+def _keep_budget(group, step: int) -> None:
+    try:
+        group.budget.gate_passed(step, group.last_audit_step == step or group.vote_step == step)
+    except BallotFailed as error:
+        group.turn_off(f"the ranks could not agree on intervals at step {step}: {error}")
 
 
 def _hold(runtime) -> None:

@@ -143,6 +143,7 @@ class GuardGroup:
         self.save_steps: list[int] = []
         self.wanted: set[str] = set()
         self.auditor = None
+        self.budget = None
         self.weights = None
         self._words = array("q", [0] * ballot.SIZE)
         self._vector = torch.frombuffer(self._words, dtype=torch.int64)
@@ -181,6 +182,10 @@ class GuardGroup:
         """Takes a new DDP module of this process group under guard, for as long as the script keeps it."""
         self.guards.append(guard)
         self.modules_made += 1
+        if self.budget is None and self.config.budget is not None and self.size > 1:
+            from sdcrun.shim.budget import Budget
+
+            self.budget = Budget(self)
         if self.auditor is None and self.audit_every and self.size > 1:
             from sdcrun.shim.checks.replay import Auditor
 
