@@ -6,7 +6,7 @@ without its classes (see `reader`) is walked by the same rules and gives the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,16 @@ class Leaf(NamedTuple):
         return SEPARATOR.join(self.path)
 
 
-def leaves(contents: Any, is_tensor=lambda value: isinstance(value, torch.Tensor)) -> list[Leaf]:
+def leaves(
+    contents: Any,
+    is_tensor: Callable[[Any], bool] = lambda value: isinstance(value, torch.Tensor),
+    unfold: Callable[[Any], Any] = lambda value: None,
+) -> list[Leaf]:
     """All tensors in `contents`, in order; each container is entered once, so cycles end.
 
     Entered are mappings, lists, tuples, sets and the attributes of other objects. A long list that begins with plain
-    values is data and is not looked through. Stops after two million values.
+    values is data and is not looked through. Stops after two million values. `unfold` may
+    give the container that a value stands for.
     """
     found: list[Leaf] = []
     seen: set[int] = set()
@@ -45,7 +50,7 @@ def leaves(contents: Any, is_tensor=lambda value: isinstance(value, torch.Tensor
         if is_tensor(value):
             found.append(Leaf(path, value))
             continue
-        inner = _inner(value)
+        inner = _inner(unfold(value) or value)
         if inner is None or id(value) in seen:
             continue
         seen.add(id(value))

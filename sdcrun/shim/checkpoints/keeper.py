@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sdcrun import __version__
+from sdcrun.core import saves
 from sdcrun.shim import boot
-from sdcrun.shim.checkpoints import files
+from sdcrun.shim.checkpoints import files, reader
 from sdcrun.shim.checkpoints.contents import leaves
 from sdcrun.shim.checkpoints.locate import locate_in_tensor
 from sdcrun.shim.checkpoints.question import QUERY, Questions
@@ -62,7 +63,7 @@ class Keeper:
         else:
             result = writer(contents, target)
             self._say_limit(path)
-        self._note(path, verdict, format, verdict.state, verdict.reason)
+        self._note(path, verdict, format, verdict.state, verdict.reason, is_path=is_path)
         return result
 
     def _verdict(self, contents: Any) -> tuple[Any, Verdict | None]:
@@ -88,7 +89,7 @@ class Keeper:
             self._note(None, verdict, format, UNVERIFIED, reason, dissent=True)
             return result
         files.write_whole(path, self._mark(), lambda place: writer(contents, place), files.WITHHELD)
-        self._note(path + files.WITHHELD, verdict, format, WITHHELD, verdict.reason, dissent=True)
+        self._note(path + files.WITHHELD, verdict, format, WITHHELD, verdict.reason, dissent=True, is_path=True)
         self.followers.saved(path, True)
         if self.runtime.config.on_bad_checkpoint == "raise":
             raise CheckpointWithheld(f"{path} was not written (contents in {path}{files.WITHHELD}): {verdict.reason}")
@@ -141,8 +142,8 @@ class Keeper:
     # -- what is said about a save ----------------------------------------------------------------------------------
 
     def _note(self, path: str | None, verdict: Verdict, format: str, state: str, reason: str,
-              dissent: bool = False) -> None:  # fmt: skip
-        """Sidecar and event of a save that is written. Never raises."""
+              dissent: bool = False, is_path: bool = False) -> None:  # fmt: skip
+        """Sidecar and event of a save that is written. Never raises. `is_path`: the file is closed and complete."""
         try:
             group = verdict.group
             self._remember(group, verdict.step)
@@ -152,7 +153,10 @@ class Keeper:
                 "rank": self.runtime.rank, "dissent": dissent, "differing": verdict.differing[:16],
             }  # fmt: skip
             if path is not None:
-                why = files.write_sidecar(place, self._sidecar(verdict, format, state, reason))
+                sidecar = self._sidecar(verdict, format, state, reason)
+                if is_path:
+                    sidecar["frame"] = _frame(place)
+                why = files.write_sidecar(place, sidecar)
                 if why is not None:
                     self.runtime.limit(f"the sidecar of {place} could not be written: {why}")
                 if state != WITHHELD:
@@ -190,7 +194,7 @@ class Keeper:
             return
         steps.append(step)
         del steps[:-KEPT_STEPS]
-        if group.last_audit_step is None or step - group.last_audit_step >= min(10, group.config.audit_every or 10):
+        if group.last_audit_step is None or step - group.last_audit_step >= saves.SHORTEST:
             group.wanted.add("audit")
 
     def _say_limit(self, path: str | None) -> None:
@@ -255,6 +259,14 @@ class Keeper:
                 "loaded", {"path": os.path.abspath(path), "step": step, "id": sidecar.get("id"),
                            "differing": differing[:16], "count": len(differing)},
             )  # fmt: skip
+
+
+def _frame(path: str) -> str | None:
+    """Digest of what in the file is no tensor, None where it cannot be told."""
+    try:
+        return reader.read(path).frame()
+    except (OSError, ValueError, NotImplementedError):
+        return None
 
 
 def _path_of(target: Any) -> tuple[str | None, bool]:
