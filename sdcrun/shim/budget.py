@@ -15,6 +15,7 @@ from sdcrun.core import ballot, schedule, words
 PHASE_BUDGET = 10
 FIRST_REVIEWS = (12, 40, 100)
 REVIEW_EVERY = 250
+EARLY = (8, 5)
 MICRO = 1_000_000
 
 
@@ -26,8 +27,9 @@ class Budget:
         self.plain: deque[float] = deque(maxlen=101)
         self.last_end: float | None = None
         self.busy = False
-        # Step 0 is audited and voted on; more only when their costs are known.
-        group.audit_every = group.weights_every = schedule.LONGEST
+        # A few checks before the first review, whose costs are those of any later one: step 0 also imports, calibrates.
+        group.audit_every, group.weights_every = EARLY
+        self.first: dict[str, tuple[int, float]] = {}
 
     def gate_passed(self, step: int, checked: bool) -> None:
         """After the gate of `step`; `checked`: it had an audit or a vote. A collective of the group at review steps.
@@ -37,16 +39,18 @@ class Budget:
         if self.last_end is not None and not checked and not self.busy:
             self.plain.append(now - self.last_end)
         self.last_end, self.busy = now, checked
+        if step == 1:
+            self.first = {name: (check["run"], check["seconds"]) for name, check in self.group.checks.items()}
         if step in FIRST_REVIEWS or (step and step % REVIEW_EVERY == 0):
             self._review(step)
             self.last_end = time.perf_counter()
 
     def _review(self, step: int) -> None:
         group, place = self.group, ballot.tag(step, 0, PHASE_BUDGET)
-        per = {name: check["seconds"] / max(check["run"], 1) for name, check in group.checks.items()}
+        per = {name: self._since_first(name) for name in group.checks}
         plain = per["nonfinite"] + (group.parts.get("capture", 0.0) + group.parts.get("hook", 0.0)) / (step + 1)
         measured = [statistics.median(self.plain) if self.plain else 0.0, per["replay"], per["weights"], plain]
-        maxima = group.all_reduce_max([*(int(MICRO * seconds) for seconds in measured), 0, 0, place, -place])
+        maxima = group.all_reduce_max([*(round(MICRO * seconds) for seconds in measured), 0, 0, place, -place])
         if maxima[ballot.TAG] != -maxima[ballot.NEGATED_TAG] or not maxima[0]:
             return
         costs = [value / MICRO for value in maxima[:4]]
@@ -60,6 +64,12 @@ class Budget:
             group.audit_every, group.weights_every = chosen
             if group.rank == 0:
                 group.runtime.limit(describe(self.percent, step, chosen, costs))
+
+    def _since_first(self, name: str) -> float:
+        """Seconds per check, those of the first steps left out."""
+        run, seconds = self.first.get(name, (0, 0.0))
+        check = self.group.checks[name]
+        return (check["seconds"] - seconds) / max(check["run"] - run, 1)
 
 
 def describe(percent: float, step: int, chosen: tuple[int, int], costs: list[float]) -> str:
