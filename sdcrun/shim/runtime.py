@@ -25,7 +25,7 @@ from sdcrun.shim.checkpoints.question import Snapshots
 from sdcrun.shim.group import GuardGroup, Rendezvous
 from sdcrun.shim.guard import Guard
 from sdcrun.wire.link import Link
-from sdcrun.wire.runtime import read_runtime
+from sdcrun.wire.runtime import read_runtime, write_runtime
 
 
 class Runtime:
@@ -98,6 +98,7 @@ class Runtime:
             self.rank = dist.get_rank()
             self.kept_groups.append(dist.group.WORLD)
             self.attempt, self.address = meeting.attempt(self.attempt, local_controller)
+            self._tell_supervisor()
             self.device_key = identity.device_of(ddp).key
             self.emit("hello", identity.hello(self, ddp))
             if self.config.faults:
@@ -123,6 +124,15 @@ class Runtime:
         if self.injector is not None:
             self.injector.attach(guard)
         self.emit("guarded", {"group": list(ranks), "modules": [guard.describe()]})
+
+    def _tell_supervisor(self) -> None:
+        """Leaves the job's controller where this node's supervisor looks: on all nodes but one it is another's."""
+        path = os.environ.get("SDCRUN_RUNTIME")
+        if self.address is not None and path and self.address != local_controller():
+            try:
+                write_runtime(f"{path}.job", **self.address)
+            except OSError as error:
+                boot.trace(f"the supervisor cannot be told of the controller: {error}")
 
     def guards_of(self, optimizer) -> tuple[Guard, ...]:
         """The guards whose parameters `optimizer` updates; cached on the identity of its parameter lists."""
