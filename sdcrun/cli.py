@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from sdcrun import __version__
 from sdcrun.errors import UsageError
 
-SUBCOMMANDS = ("report", "jobs")
+SUBCOMMANDS = ("report", "jobs", "checkpoints", "verify")
 WORDS = ("run", *SUBCOMMANDS)
 INTERRUPTED = 130
 
@@ -32,6 +32,7 @@ usage: sdcrun [OPTIONS] [any torchrun option] SCRIPT [ARGUMENTS]    torchrun tha
 Each is also a variable: SDCRUN_AUDIT_EVERY=10. All else is torchrun's (torchrun --help), PET_* too.
 
   sdcrun report [JOB]    what was found in a job (the newest)     sdcrun jobs      all jobs
+  sdcrun checkpoints [JOB]  saves, the newest safe one            sdcrun verify FILE...  still what was saved?
   sdcrun run SCRIPT      launch a script that has the name of a sub-command
 
 examples:  sdcrun --nnodes 4 train.py --lr 0.1             four nodes on this machine

@@ -42,3 +42,30 @@ def jobs(directory: str = _DIR) -> None:
     from sdcrun.report import command
 
     raise typer.Exit(command.jobs(directory))
+
+
+@app.command()
+def checkpoints(
+    job: str = typer.Argument(None, help="id or folder of a job; the newest when left out"),
+    format: str = typer.Option("text", "--format", help="text or json"),
+    directory: str = _DIR,
+) -> None:
+    """The checkpoints of a job, in the state they are in now, and the newest safe one."""
+    from sdcrun.report import checkpoints as view
+
+    raise typer.Exit(view.show(job, directory, format))
+
+
+@app.command()
+def verify(
+    files: list[str] = typer.Argument(..., help="checkpoint files, or folders of torch.distributed.checkpoint"),
+) -> None:
+    """Is each file still what was saved? Exit code 0: yes, and the ranks agreed on it, 1: no, 2: cannot tell."""
+    import subprocess
+    import sys
+
+    from sdcrun.report.checkpoints import refresh_files
+
+    refresh_files(files)
+    # A process of its own: it needs torch, which no sub-command imports.
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "sdcrun.shim.checkpoints.verify", *files]))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from sdcrun.core import words
 from sdcrun.core.types import Config
-from sdcrun.report import build, handoff, store
+from sdcrun.report import build, handoff, sidecars, store
 from sdcrun.report.store import JobError, Reading
 from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplained
 
@@ -159,6 +159,7 @@ def write_views(job_dir: str | os.PathLike[str]) -> dict[str, Any]:
     data, state = load(job_dir)
     for format, name in VIEWS.items():
         store.replace_file(Path(job_dir) / name, _renderer(format)(data, state))
+    sidecars.refresh(state)
     return data
 
 
