@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 
 from sdcrun.core import ballot
+from sdcrun.core.audit import runs
 from sdcrun.shim import boot, identity
 from sdcrun.shim.checkpoints.clock import Clock
 from sdcrun.shim.exchange import Exchange
+
+LISTED_RANKS = 64
 
 
 class BallotFailed(RuntimeError):
@@ -113,6 +116,8 @@ class GuardGroup:
         self.runtime, self.ranks, self.pg = runtime, ranks, pg
         self.config = runtime.config
         self.rank, self.size = ranks.index(runtime.rank), len(ranks)
+        # In events: the ranks, or stretches of them where the list would be the larger part of each event.
+        self.said_ranks = list(ranks) if len(ranks) <= LISTED_RANKS else runs(ranks, 1)
         self.nodes = [member["node"] for member in members]
         self.devices = [member["device"] for member in members]
         self.guards: list = []
@@ -248,7 +253,7 @@ class GuardGroup:
         self.emit(
             "summary",
             {
-                "group": list(self.ranks) if len(self.ranks) <= 64 else [self.ranks[0], len(self.ranks)],
+                "group": self.said_ranks,
                 "steps": {"seen": self.step, "committed": self.committed, "skipped": self.skipped},
                 "checks": self.checks,
                 "parts": {part: round(seconds, 6) for part, seconds in self.parts.items()},
