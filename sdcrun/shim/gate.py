@@ -196,7 +196,7 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
         group.checks["nonfinite"]["fired"] += not overflow
         group.emit(
             "nonfinite",
-            {"step": step, "group": list(group.ranks), "amp": overflow, "skipped": decision == SKIP,
+            {"step": step, "group": group.said_ranks, "amp": overflow, "skipped": decision == SKIP,
              "local": bad_local, "reduced": bad_reduced},
         )  # fmt: skip
     vote_now = False
