@@ -277,7 +277,7 @@ class WeightVote:
         if group.rank == 0 or any(me in ranks for ranks in result.minority.values()):
             group.emit(
                 "vote",
-                {"step": step, "group": list(group.ranks), "table": kind, "minority": {name: list(ranks) for name,
+                {"step": step, "group": group.said_ranks, "table": kind, "minority": {name: list(ranks) for name,
                 ranks in result.minority.items()},
                  "no_majority": list(result.no_majority), "action": action, "again": again, "why": why},
             )  # fmt: skip
