@@ -123,7 +123,7 @@ class Runtime:
         self._optimizers.clear()
         if self.injector is not None:
             self.injector.attach(guard)
-        self.emit("guarded", {"group": list(ranks), "modules": [guard.describe()]})
+        self.emit("guarded", {"group": group.said_ranks, "modules": [guard.describe()]})
 
     def _tell_supervisor(self) -> None:
         """Leaves the job's controller where this node's supervisor looks: on all nodes but one it is another's."""
