@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from sdcrun import __version__
 from sdcrun.errors import UsageError
 
-SUBCOMMANDS = ("report", "jobs", "checkpoints", "verify")
+SUBCOMMANDS = ("report", "watch", "jobs", "checkpoints", "verify", "doctor", "campaign")
 WORDS = ("run", *SUBCOMMANDS)
 INTERRUPTED = 130
 
@@ -31,15 +31,16 @@ usage: sdcrun [OPTIONS] [any torchrun option] SCRIPT [ARGUMENTS]    torchrun tha
   --inject-fault SPEC    put a fault in and see it found; repeatable ('help' lists what there is)
 Each is also a variable: SDCRUN_AUDIT_EVERY=10. All else is torchrun's (torchrun --help), PET_* too.
 
-  sdcrun report [JOB]    what was found in a job (the newest)     sdcrun jobs      all jobs
-  sdcrun checkpoints [JOB]  saves, the newest safe one            sdcrun verify FILE...  still what was saved?
-  sdcrun run SCRIPT      launch a script that has the name of a sub-command
+Commands (JOB: an id, a folder, or the newest; sdcrun COMMAND --help):
+  report [JOB]  what was found       watch [JOB]  follow it      checkpoints [JOB]  the newest safe one
+  doctor [-- SCRIPT]  can this machine, this script be guarded   verify FILE  still what was saved?
+  campaign FILE -- LAUNCH  a matrix of faults      jobs  all     run SCRIPT  if named as a command
 
 examples:  sdcrun --nnodes 4 train.py --lr 0.1             four nodes on this machine
            sdcrun --nnodes 3 --inject-fault weight:rank=1,step=5,bit=30 train.py
 
 exit: torchrun's code | 2 usage | 86 a device is confirmed bad | 87 corruption, culprit unclear
-      88 an injected fault was missed"""
+      88 an injected fault was missed        shell completion: sdcrun --install-completion [SHELL]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dispatch(tokens: list[str]) -> int:
     """Sub-command or launch, by the first token alone. Raises UsageError."""
     first = tokens[0] if tokens else ""
+    if os.environ.get("_SDCRUN_COMPLETE") or first in ("--show-completion", "--install-completion"):
+        from sdcrun import completion
+
+        asked = os.environ.get(completion.VARIABLE)
+        return completion.answer(tokens, WORDS) if asked else completion.command(tokens, os.environ)
     if first in ("--help", "-h"):
         print(HELP)
         return 0

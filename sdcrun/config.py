@@ -31,6 +31,8 @@ _SECONDS = tuple(f.name for f in dataclasses.fields(Config) if type(f.default) i
 _FLAGS = ("selftest", "quiet", "off")
 _NOT_IN_FILE = ("config", "off")
 FILE_KEYS = tuple(sorted({o.setting for o in OWN_OPTIONS} - set(_NOT_IN_FILE) | set(_LEAST) | set(_SECONDS)))
+# Set by `sdcrun campaign` in the files of its launches; of no use to anybody else.
+_BY_CAMPAIGN = ("campaign",)
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ def read_file(path: str) -> dict[str, Any]:
     for key, value in content.items():
         setting = str(key).replace("-", "_").removeprefix("sdc_")
         name = f"{path}: {key}"
-        if setting not in FILE_KEYS:
+        if setting not in FILE_KEYS + _BY_CAMPAIGN:
             near = difflib.get_close_matches(setting, FILE_KEYS, n=1, cutoff=0.5)
             hint = f" (did you mean {near[0]!r}?)" if near else f"; known are {', '.join(FILE_KEYS)}"
             raise UsageError(f"{path}: unknown key {str(key)!r}{hint}")

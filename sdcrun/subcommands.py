@@ -43,6 +43,38 @@ def jobs(directory: str = _DIR) -> None:
 
     raise typer.Exit(command.jobs(directory))
 
+@app.command(context_settings={"ignore_unknown_options": False})
+def campaign(
+    file: str = typer.Argument(..., help="matrix of faults, as configs/campaign.yaml"),
+    command: list[str] = typer.Argument(..., metavar="-- [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]", help="the job"),
+    job: str = typer.Option(None, "--sdc-job", "--sdc_job", help="name of the campaign's folder"),
+    directory: str = _DIR,
+    fresh: bool = typer.Option(False, "--fresh", help="start over; what is on record is moved aside"),
+) -> None:
+    """A matrix of faults on your own job -> a coverage table. The same command again goes on where it stopped.
+
+    Exit code 0: every fault that can be caught was, 88: some was missed, 2: error, 130: interrupted.
+    """
+    import sys
+    from pathlib import Path
+
+    from sdcrun import campaignfile
+    from sdcrun.config import DEFAULT_DIR, absolute
+    from sdcrun.progress import Bar
+    from sdcrun.report.render import coverage_text
+    from sdcrun.runner.campaigns import command as campaigns
+    from sdcrun.runner.campaigns.conduct import CampaignError
+
+    folder = Path(absolute(directory or DEFAULT_DIR)) / (job or campaigns.name_of(file))
+    try:
+        with Bar(len(campaignfile.read(file).cells)) as bar:
+            code = campaigns.run(file, command, folder, fresh, bar)
+    except CampaignError as error:
+        raise UsageError(str(error)) from None
+    coverage_text.show(campaigns.load(folder), sys.stdout)
+    raise typer.Exit(code)
+
+
 
 @app.command()
 def checkpoints(

@@ -296,15 +296,19 @@ def targets(spec: FaultSpec, rank: int, node: int) -> bool:
     return spec.rank is None or spec.rank == rank
 
 
-def fires(spec: FaultSpec, step: int, rank: int, node: int, position: int = 0, seed: int = 0) -> bool:
-    """Whether the fault is active on this rank in this step (a window number): same arguments, same answer."""
+def fires(
+    spec: FaultSpec, step: int, rank: int, node: int, position: int = 0, drawn: int | None = None, seed: int = 0
+) -> bool:
+    """Whether the fault is active on this rank in this step (a window number): same arguments, same answer. The chance
+    `p` is drawn for the number `position` and the step `drawn` (None: `step`)."""
     if not targets(spec, rank, node) or step < spec.first or (spec.last is not None and step > spec.last):
         return False
     if (step - spec.first) % spec.every:
         return False
     if spec.p >= 1:
         return True
-    return draw(seed, position, step, -1 if spec.shared else rank, "p").random() < spec.p
+    chance = draw(seed, position, step if drawn is None else drawn, -1 if spec.shared else rank, "p")
+    return chance.random() < spec.p
 
 
 def by_design_unseen(spec: FaultSpec, config: Config, domains: int | None = None,

@@ -19,7 +19,7 @@ def decide(state: State, keys: list[CaseKey]) -> list[Action]:
     actions: list[Action] = []
     for key in keys:
         for entry in state.ledger.entries.get(key, ()):
-            if state.stop is None:
+            if state.stop is None and not state.config.campaign:
                 state.stop = _stop_for(state, key, entry.finding)
                 if state.stop is not None:
                     actions += [stop_action(state.stop), *say(stop_text(state.stop), "alarm")]

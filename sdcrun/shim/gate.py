@@ -65,6 +65,8 @@ def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
         _look_for_updates(runtime, guard)
     if not guard.window_open:
         if not group.window_open:
+            if runtime.campaign is not None:
+                runtime.campaign.window_opens(group)
             group.window_open = True
             audit = bool(group.config.audit_every) and group.size > 1 and (
                 group.audit_next or schedule.audit_due(group.step, group.audit_every)

@@ -84,14 +84,20 @@ class Faults:
 
     def _rng(self, fault: Fault, step: int, salt: str = ""):
         rank = -1 if fault.spec.shared else self._place_of(fault.spec)[0]
-        return faultspec.draw(self.runtime.config.seed, fault.position, step, rank, salt)
+        return faultspec.draw(self.runtime.config.seed, *self._drawn(fault, step), rank, salt)
+
+    def _drawn(self, fault: Fault, step: int) -> tuple[int, int]:
+        """The number and the step that random choices are made of. A campaign's cell has its own ones: it hits the same
+        element wherever in a launch it has its place."""
+        campaign = self.runtime.campaign
+        return (fault.position, step) if campaign is None else campaign.drawn(fault.position, step)
 
     def _active(self, fault: Fault, step: int) -> bool:
         """Whether the fault fires here in this step, in the original computation or the replay that is going on."""
         place = self._place_of(fault.spec)
         if place is None or (replaying() and fault.spec.where != "device"):
             return False
-        return faultspec.fires(fault.spec, step, *place, fault.position, self.runtime.config.seed)
+        return faultspec.fires(fault.spec, step, *place, *self._drawn(fault, step), self.runtime.config.seed)
 
     def _of(self, guard, *sites: str) -> list[Fault]:
         return [fault for fault in self.faults if fault.spec.site in sites and fault.bound_to(guard)]

@@ -41,6 +41,7 @@ class Runtime:
         self.link: Link | None = None
         self.address: dict | None = None
         self.injector = None
+        self.campaign = None
         self.session = uuid.uuid4().hex[:12]
         self.said: set[str] = set()
         self.reason_unguarded: str | None = None
@@ -105,6 +106,10 @@ class Runtime:
                 from sdcrun.shim.inject import Injector
 
                 self.injector = Injector(self)
+            if self.config.campaign and self.attempt == 0:
+                from sdcrun.shim.campaign import Campaign
+
+                self.campaign = Campaign(self, self.config.campaign, meeting)
         self.kept_groups.append(ddp.process_group)
         ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
         group = self.groups.get(ranks)
@@ -165,6 +170,8 @@ class Runtime:
         if not self.active:
             return
         try:
+            if self.campaign is not None:
+                self.campaign.finish()
             for group in self.groups.values():
                 group.summarize()
             self.keeper.questions.leave()

@@ -61,7 +61,7 @@ class Rank:
     def __init__(self, *faults, model=None, rank=0, attempt=0, job_dir="", seed=0):
         self.events = []
         runtime = types.SimpleNamespace(
-            config=Config(faults=faults, job_dir=job_dir, seed=seed), rank=rank, attempt=attempt,
+            config=Config(faults=faults, job_dir=job_dir, seed=seed), rank=rank, attempt=attempt, campaign=None,
             emit=lambda kind, data: self.events.append((kind, data)))
         torch.manual_seed(5)
         self.model = model if model is not None else Net()

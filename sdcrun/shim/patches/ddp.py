@@ -64,6 +64,8 @@ def comm_hook(cell: Cell, bucket: dist.GradBucket) -> torch.futures.Future[torch
             if injector is not None:
                 injector.gradient(guard, bucket)
                 parameters = bucket.parameters()
+            if guard.group.runtime.campaign is not None:
+                guard.group.runtime.campaign.gradients(bucket.buffer())
             nonfinite.local_bucket(guard, bucket, bucket.buffer())
         except Exception as error:
             _failed(guard, error)
