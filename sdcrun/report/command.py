@@ -170,6 +170,6 @@ def closing(config: Config, code: int) -> list[str]:
     except (JobError, OSError) as error:
         return [f"no report could be written: {words.clean(error, 300)}"]
     _, text = headline(data)
-    lines = [f"{text} (exit code {code})"]
+    lines = [*_module("text").faults(data), f"{text} (exit code {code})"]
     path = words.clean(os.path.join(config.job_dir, VIEWS["text"]), 300)
     return [*lines, f"report: {path}   next: {next_command(data)}"]

@@ -36,6 +36,15 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().split("\n"))
 
 
+def faults(report: dict[str, Any]) -> list[str]:
+    """The table of injected faults as plain lines; none when there were none."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=PLAIN_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+    for row in _injected(report):
+        console.print(row)
+    return [line.rstrip() for line in buffer.getvalue().splitlines()]
+
+
 def show(report: dict[str, Any], file: TextIO) -> None:
     """Print the report to `file`: with style when it is a terminal, else as `render`."""
     if file.isatty():
