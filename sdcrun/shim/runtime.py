@@ -51,6 +51,7 @@ class Runtime:
         self.inside_step = False
         self.started = time.monotonic()
         self.device_key: str | None = None
+        self.store = None
         self.keeper = Keeper(self)
         self._optimizers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         # Freeing a gloo group at interpreter exit can deadlock on the GIL: every group lives as long as the process.
@@ -94,6 +95,7 @@ class Runtime:
         if not self.active or os.environ.get(boot.OWNER, str(os.getpid())) != str(os.getpid()):
             return
         meeting = Rendezvous(dist.distributed_c10d._get_default_store(), self.config.arm_timeout)
+        self.store = meeting.store
         if self.rank is None:
             os.environ[boot.OWNER] = str(os.getpid())
             self.rank = dist.get_rank()

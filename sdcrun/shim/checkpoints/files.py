@@ -194,6 +194,8 @@ class Followers:
                 self._move_withheld(mine, goal, keeps)
                 return target if name.startswith("copy") else None
             result = original(source, target, *args, **kwargs)
+            if name in ("copy", "copy2"):
+                return result  # the copyfile inside has seen to the sidecar
             _quietly(_copyfile if keeps else _replace, sidecar_of(mine), sidecar_of(goal))
             if not keeps:
                 self.good.discard(mine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,10 @@ from sdcrun.shim.checkpoints.contents import leaves
 from sdcrun.shim.checkpoints.locate import locate_in_tensor
 from sdcrun.shim.checkpoints.question import QUERY, Questions
 from sdcrun.shim.checkpoints.tables import Saved
-from sdcrun.shim.checkpoints.verdict import UNVERIFIED, WITHHELD, Judge, Verdict
+from sdcrun.shim.checkpoints.verdict import PROVISIONAL, UNVERIFIED, WITHHELD, Judge, Verdict
 
 SIDECAR_SCHEMA = 1
-TOGETHER = "saving"
+POLL_SECONDS = 0.02
 KEPT_STEPS = 8
 MASK = (1 << 64) - 1
 
@@ -36,15 +35,12 @@ class Keeper:
         self.questions = Questions(runtime)
         self.judge = Judge(runtime, self.questions)
         self.followers = files.Followers(self._moved)
-        self._together: dict[int, str] = {}
-        self._together_made = 0
-        self._together_known = threading.Condition()
+        self._together = 0
         self._places: dict[str, dict[str, Any]] = {}
 
     def listen(self, link) -> None:
         """Lets the link answer questions and take the controller's words."""
         link.on(QUERY, self.questions.answer)
-        link.on(TOGETHER, self._said_together)
         link.on("reply", self._heard)
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -95,49 +91,49 @@ class Keeper:
             raise CheckpointWithheld(f"{path} was not written (contents in {path}{files.WITHHELD}): {verdict.reason}")
         return None
 
-    def save_together(self, contents: Any, path: str, writer: Callable[[Any, str], Any], coordinator: bool) -> Any:
-        """A save in which all ranks take part under one path, a folder: they tell each other their verdicts first, so
-        that all of them write to the same place."""
+    def save_together(self, contents: Any, path: str, writer: Callable[[Any, str], Any], coordinator: bool,
+                      members: int) -> Any:  # fmt: skip
+        """A save in which `members` ranks take part under one path, a folder: they tell each other their verdicts
+        first, so that all of them write to the same place. `coordinator` notes it."""
         contents, verdict = self._verdict(contents)
-        number = self._together_made = self._together_made + 1
-        with self._together_known:
-            self._together[number] = verdict.state if verdict is not None else ""
-            self._together_known.notify_all()
+        self._together += 1
+        state, reason = verdict.state if verdict is not None else "", verdict.reason if verdict is not None else ""
+        worst = self._worst_of_all(f"together/{self.runtime.attempt}/{self._together}", state, members)
         if verdict is None:
-            return writer(contents, path)
-        state, reason = self._settled(number, verdict)
-        withheld = state == WITHHELD
-        place = path + files.WITHHELD if withheld else path
+            return writer(contents, path + files.WITHHELD if worst == WITHHELD else path)
+        if worst is None:
+            state, reason = UNVERIFIED, f"not all ranks said whether their part is good; here: {reason}"
+        elif worst != state:
+            state, reason = worst, f"another rank's part is {worst}"
+        place = path + files.WITHHELD if state == WITHHELD else path
         result = writer(contents, place)
         if coordinator:
-            self._note(place, verdict, "dcp", state, reason, dissent=withheld)
-        if withheld and self.runtime.config.on_bad_checkpoint == "raise":
+            self._note(place, verdict, "dcp", state, reason, dissent=state == WITHHELD)
+        if state == WITHHELD and self.runtime.config.on_bad_checkpoint == "raise":
             raise CheckpointWithheld(f"{path} was not written (contents in {place}): {reason}")
         return result
 
-    def _settled(self, number: int, verdict: Verdict) -> tuple[str, str]:
-        """The state that all ranks give to the save `number` of this kind, and why."""
-        group, timeout = verdict.group, self.runtime.config.checkpoint_timeout
-        data = {"number": number, "limit": 0.8 * timeout}
-        answers = self.runtime.link.ask(TOGETHER, data, timeout) if self.runtime.link is not None else {}
-        said = {source.removeprefix("rank:"): a.get("state") for source, a in answers.items() if isinstance(a, dict)}
-        said[str(self.runtime.rank)] = verdict.state
-        bad = sorted(int(rank) for rank, state in said.items() if state == WITHHELD)
-        if bad:
-            return WITHHELD, verdict.reason if verdict.state == WITHHELD else f"rank {bad[0]} found its part damaged"
-        silent = [rank for rank in group.ranks if said.get(str(rank)) is None]
-        if silent:
-            return UNVERIFIED, f"rank {silent[0]} did not say whether its part is good"
-        if UNVERIFIED in said.values() and verdict.state != UNVERIFIED:
-            return UNVERIFIED, "another rank could not say whether its part is good"
-        return verdict.state, verdict.reason
-
-    def _said_together(self, data: dict[str, Any]) -> dict[str, Any]:
-        """In the link thread: this rank's verdict on a save of all ranks, once it is known."""
-        number = int(data["number"])
-        with self._together_known:
-            self._together_known.wait_for(lambda: number in self._together, float(data["limit"]))
-            return {"state": self._together.get(number)}
+    def _worst_of_all(self, name: str, state: str, members: int) -> str | None:
+        """The worst state that any of `members` ranks gave to one save of all of them, through torch's own store; None
+        when not all have said theirs in time. Not a collective: each rank says its own and looks."""
+        store = self.runtime.store
+        if store is None or members <= 1:
+            return state
+        try:
+            if state in (UNVERIFIED, WITHHELD):
+                store.add(f"{name}/{state}", 1)
+            if store.add(f"{name}/said", 1) == members:
+                worst = next((s for s in (WITHHELD, UNVERIFIED) if store.add(f"{name}/{s}", 0)), PROVISIONAL)
+                store.set(f"{name}/worst", worst)
+            deadline = time.monotonic() + self.runtime.config.checkpoint_timeout
+            while not store.check([f"{name}/worst"]):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(POLL_SECONDS)
+            return store.get(f"{name}/worst").decode()
+        except Exception as error:
+            boot.trace(f"verdicts were not exchanged: {error!r}")
+            return None
 
     # -- what is said about a save ----------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ PROVISIONAL, UNVERIFIED, WITHHELD = "provisional", "unverified", "withheld"
 _WORST = (PROVISIONAL, UNVERIFIED, WITHHELD)
 READ_SECONDS = 2.0
 KEPT_ANSWERS = 4
+# Up to this many ranks each rank that saves may ask all others: that is their square in messages.
+ALL_ASK = 64
 
 
 @dataclass
@@ -51,7 +53,13 @@ class Verdict:
     def reason(self) -> str:
         """One line: the worst parts first."""
         order = sorted(self.findings, key=lambda f: -_WORST.index(f.state))
-        return "; ".join(dict.fromkeys(f.reason for f in order))[:600]
+        reasons = [f.reason for f in order if f.state != PROVISIONAL]
+        said: dict[str, list[str]] = {}
+        for finding in order:
+            if finding.state == PROVISIONAL:
+                said.setdefault(finding.reason, []).append(_kind(finding.part))
+        reasons += [f"{' and '.join(sorted(set(kinds), reverse=True))} {reason}" for reason, kinds in said.items()]
+        return "; ".join(dict.fromkeys(reasons))[:600]
 
     @property
     def voted(self) -> dict[str, str]:
@@ -204,6 +212,8 @@ def _cannot_ask(group) -> str | None:
         return "one replica: there is nothing to compare it with"
     if group.weights is not None and group.weights.off:
         return "the replicas differ on purpose or could not be compared: the weight vote is off"
+    if group.size > ALL_ASK and group.rank:
+        return "in a large job only the first rank asks the others what they hold"
     return None
 
 
@@ -222,7 +232,7 @@ def _kind(part: Part) -> str:
 def _good(part: Part, comparison: Comparison) -> Finding:
     table = comparison.table
     asked = "the vote" if table.how == "vote" else "what all ranks hold"
-    reason = f"{_kind(part)} equal {asked} after step {table.step}"
+    reason = f"equal {asked} after step {table.step}"
     return Finding(part, PROVISIONAL, reason, table.step, table.how)
 
 

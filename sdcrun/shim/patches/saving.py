@@ -134,8 +134,10 @@ def install(runtime) -> None:
                     unfinished.discard(place)
                 return result
 
-            alone = kwargs.get("no_dist") or not dist.is_initialized()
-            return keeper.save_together(state_dict, path, writer, bool(alone) or dist.get_rank() == 0)
+            members = 1 if kwargs.get("no_dist") or not dist.is_initialized() else dist.get_world_size(
+                kwargs.get("process_group"))  # fmt: skip
+            first = members == 1 or dist.get_rank(kwargs.get("process_group")) == 0
+            return keeper.save_together(state_dict, path, writer, first, members)
 
         return together
 
