@@ -1,0 +1,59 @@
+"""Run by torchrun: both transports and a lazily connected side group give every rank the same maxima."""
+
+import random
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from sdcrun.shim import group as group_module
+from sdcrun.shim.exchange import Exchange, ExchangeFailed
+from sdcrun.shim.transport import BallotFailed, OwnTransport, SideTransport
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+store = dist.distributed_c10d._get_default_store()
+
+
+def side(name, limit=20.0):
+    return group_module._side_group(dist.PrefixStore(name, store), rank, size, limit)
+
+
+group_module.SIDE_LIMIT = 1
+lazy = side("lazy")
+group_module.SIDE_LIMIT = 64
+full = side("full")
+own = OwnTransport(dist.group.WORLD, torch.device("cpu"))
+for transport in (SideTransport(full, 20.0), SideTransport(lazy, 20.0), own):
+    for turn in range(5):
+        rows = [[random.Random(100 * turn + r).randint(-(2**62), 2**62) for _ in range(8)] for r in range(size)]
+        assert transport.max(rows[rank]) == [max(column) for column in zip(*rows)], type(transport)
+
+for pg in (full, lazy):
+    exchange = Exchange(pg, rank, size, 20.0)
+    payloads = [bytes([r]) * (r * 70_000) for r in range(size)]
+    assert exchange.gather(payloads[rank], 5) == payloads
+    received = exchange.swap({(rank + 1) % size: payloads[rank]}, [(rank - 1) % size], 6)
+    assert received == {(rank - 1) % size: payloads[(rank - 1) % size]}
+
+# A rank that stays away costs the others the limit and no more, and the script's own group is not affected.
+dist.barrier()
+late = SideTransport(side("late"), 2.0)
+if rank == 0:
+    time.sleep(5)
+else:
+    started = time.monotonic()
+    try:
+        late.max([0] * 8)
+        sys.exit("a ballot without rank 0 came to an end")
+    except BallotFailed:
+        assert time.monotonic() - started < 30
+try:
+    Exchange(side("away", 20.0), rank, size, 1.0).swap({}, [(rank + 1) % size], 9)
+    sys.exit("an exchange without a sender came to an end")
+except ExchangeFailed:
+    pass
+dist.all_reduce(torch.ones(1))
+print("fine", flush=True)
+time.sleep(0.5)
