@@ -32,7 +32,7 @@ usage: sdcrun [OPTIONS] [any torchrun option] SCRIPT [ARGUMENTS]    torchrun tha
 Each is also a variable: SDCRUN_AUDIT_EVERY=10. All else is torchrun's (torchrun --help), PET_* too.
 
 Commands (JOB: an id, a folder, or the newest; sdcrun COMMAND --help):
-  report [JOB]  what was found       watch [JOB]  follow it      checkpoints [JOB]  the newest safe one
+  report [JOB]  what was found     watch [JOB]  follow it     checkpoints [JOB]  the newest safe one
   doctor [-- SCRIPT]  can this machine, this script be guarded   verify FILE  still what was saved?
   campaign FILE -- LAUNCH  a matrix of faults      jobs  all     run SCRIPT  if named as a command
 

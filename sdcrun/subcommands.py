@@ -22,10 +22,17 @@ def run(tokens: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def options(name: str) -> list[str]:
+    """The long options of a sub-command, for completion."""
+    command = typer.main.get_command(app).commands[name]
+    names = [text for parameter in command.params for text in parameter.opts if text.startswith("--")]
+    return sorted({text for text in names if "_" not in text} | {"--help"})
+
+
 @app.command()
 def report(
     job: str = typer.Argument(None, help="id or folder of a job; the newest when left out"),
-    format: str = typer.Option("text", "--format", help="text or json"),
+    format: str = typer.Option("text", "--format", help="text, json, html, junit or prometheus"),
     output: str = typer.Option(None, "-o", "--output", help="file to write to"),
     commands: str = typer.Option(None, "--commands", help="lines to take a device out: slurm, kubernetes, ..."),
     directory: str = _DIR,
@@ -35,13 +42,6 @@ def report(
 
     raise typer.Exit(command.report(job, format, output, directory, commands))
 
-
-@app.command()
-def jobs(directory: str = _DIR) -> None:
-    """All jobs, the newest first."""
-    from sdcrun.report import command
-
-    raise typer.Exit(command.jobs(directory))
 
 @app.command(context_settings={"ignore_unknown_options": False})
 def campaign(
@@ -74,6 +74,38 @@ def campaign(
     coverage_text.show(campaigns.load(folder), sys.stdout)
     raise typer.Exit(code)
 
+
+@app.command()
+def jobs(directory: str = _DIR) -> None:
+    """All jobs, the newest first."""
+    from sdcrun.report import command
+
+    raise typer.Exit(command.jobs(directory))
+
+
+@app.command()
+def watch(
+    job: str = typer.Argument(None, help="id or folder of a job; the newest when left out"),
+    directory: str = _DIR,
+) -> None:
+    """Follow a job until it ends: findings as they come, and one live line. Exit code as that of report."""
+    from sdcrun.report.watch import watch as follow
+
+    raise typer.Exit(follow(job, directory))
+
+
+@app.command()
+def doctor(
+    script: list[str] = typer.Argument(
+        None, metavar="[-- [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]]", help="a script to try on two ranks"
+    ),
+    seconds: float = typer.Option(60.0, "--seconds", min=5.0, help="how long to try the script"),
+    directory: str = _DIR,
+) -> None:
+    """Can this machine, and a script, be guarded, and how far. Exit code 0: yes, 1: not fully, 2: no."""
+    from sdcrun.doctorview import show
+
+    raise typer.Exit(show(directory, script or [], seconds))
 
 
 @app.command()

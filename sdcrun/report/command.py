@@ -33,7 +33,7 @@ def load(job_dir: str | os.PathLike[str], reading: Reading | None = None) -> tup
     """(report, state) of a job folder. Raises JobError with one clear line when there is nothing to report on."""
     reading = reading if reading is not None else Reading()
     job = store.read_job(job_dir)
-    state = build.fold(_config(job, job_dir), store.read_events(job_dir, reading))
+    state = build.fold(config_of(job, job_dir), store.read_events(job_dir, reading))
     if not reading.events:
         cut = " but a line that is cut off" if reading.torn else ""
         raise JobError(f"{job_dir}: no events{cut} in {store.EVENTS}; the job never started, or the folder is broken")
@@ -49,7 +49,7 @@ def load(job_dir: str | os.PathLike[str], reading: Reading | None = None) -> tup
     return build.build(state, job, notes), state
 
 
-def _config(job: dict[str, Any], job_dir: str | os.PathLike[str]) -> Config:
+def config_of(job: dict[str, Any], job_dir: str | os.PathLike[str]) -> Config:
     """The job's settings; those that cannot be read are the defaults."""
     given = job.get("config") if isinstance(job.get("config"), dict) else {}
     known = {key: value for key, value in given.items() if key in Config.__dataclass_fields__}
@@ -71,7 +71,7 @@ def report(job: str | None = None, format: str = "text", output: str | None = No
         data, state = load(folder, reading)
         if reading.torn or reading.unreadable:
             broken = "its last line is cut off" if reading.torn else f"{reading.unreadable} lines cannot be read"
-            _complain(f"note: {folder / store.EVENTS} is damaged ({broken}); the rest is reported")
+            complain(f"note: {folder / store.EVENTS} is damaged ({broken}); the rest is reported")
         if commands is not None:
             text = _commands(data, commands)
         elif format == "text" and output is None:
@@ -81,12 +81,12 @@ def report(job: str | None = None, format: str = "text", output: str | None = No
             text = _renderer(format)(data, state)
         _put(text, output)
     except JobError as error:
-        _complain(f"error: {words.clean(error, 1000)}")
+        complain(f"error: {words.clean(error, 1000)}")
         return TOOL_ERROR
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        _complain(f"error: {words.clean(error.filename or '', 300)}: {error.strerror or error}")
+        complain(f"error: {words.clean(error.filename or '', 300)}: {error.strerror or error}")
         return TOOL_ERROR
     return int(unexplained(data))
 
@@ -116,7 +116,8 @@ def _put(text: str, output: str | None) -> None:
         store.replace_file(output, text)
 
 
-def _complain(text: str) -> None:
+def complain(text: str) -> None:
+    """One line on stderr."""
     print(f"[sdcrun] {text}", file=sys.stderr)
 
 
@@ -124,7 +125,7 @@ def jobs(root: str | os.PathLike[str] | None = None) -> int:
     """List the jobs, the newest first. Returns 0, or 2 when there are none."""
     folders = store.list_jobs(root)
     if not folders:
-        _complain(f"error: no jobs in {words.clean(store.jobs_root(root), 300)}")
+        complain(f"error: no jobs in {words.clean(store.jobs_root(root), 300)}")
         return TOOL_ERROR
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("JOB", "STARTED", "STATUS", "RANKS", "STEPS", "VERDICT"):

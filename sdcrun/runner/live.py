@@ -13,13 +13,13 @@ from sdcrun.runner.speak import Voice
 
 EVERY = 1.0
 LINE_EVERY = 60.0
-SHARE = 20.0
+SHARE, LONGEST = 20.0, 10.0
 
 
 class Live:
     """The status of one job. `ours` says whether the record is kept here: of several supervisors one shows it.
 
-    `turn` costs at most one part in `SHARE` of the supervisor's time, however large the job is.
+    `turn` costs about one part in `SHARE` of the supervisor's time at most, unless it takes most of a second.
     """
 
     def __init__(self, config: Config, voice: Voice, ours: Callable[[], bool], environ: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ class Live:
             self._voice.warn(f"no live status any more ({type(error).__name__}: {error})")
         else:
             took = time.monotonic() - now
-            self._next = now + max(EVERY, SHARE * took)
+            self._next = now + min(LONGEST, max(EVERY, SHARE * took))
 
     def _turn(self, now: float) -> None:
         if not self._ours():

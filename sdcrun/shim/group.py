@@ -18,17 +18,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from sdcrun.core import ballot
 from sdcrun.core.audit import runs
 from sdcrun.shim import boot, identity
 from sdcrun.shim.checkpoints.clock import Clock
 from sdcrun.shim.exchange import Exchange
+from sdcrun.shim.transport import SIDE_LIMIT, transport_for
 
 LISTED_RANKS = 64
-
-
-class BallotFailed(RuntimeError):
-    """The ballot's all-reduce did not end in time or lost a peer."""
 
 
 class Rendezvous:
@@ -100,7 +96,7 @@ def _side_group(store, place: int, size: int, limit: float):
         probe.connect((os.environ["MASTER_ADDR"], 9))
         address = probe.getsockname()[0]
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=size > SIDE_LIMIT)]
     options._timeout = timedelta(seconds=limit)
     return dist.ProcessGroupGloo(store, place, size, options)
 
@@ -150,12 +146,10 @@ class GuardGroup:
         self.auditor = None
         self.budget = None
         self.weights = None
-        self._words = array("q", [0] * ballot.SIZE)
-        self._vector = torch.frombuffer(self._words, dtype=torch.int64)
         # Costs are counted in this thread's CPU time: waiting for another rank is no cost of ours, and on a shared host
         # wall time is noise. Work queued on an accelerator is not seen by it; there the wall is asked.
         self.clock = time.perf_counter if torch.cuda.is_initialized() else time.thread_time
-        self._limit = timedelta(seconds=self.config.ballot_timeout)
+        self.transport = None
 
     @classmethod
     def arm(cls, runtime, meeting: Rendezvous, ranks: tuple[int, ...]):
@@ -186,6 +180,10 @@ class GuardGroup:
     def add(self, guard) -> None:
         """Takes a new DDP module of this process group under guard, for as long as the script keeps it."""
         self.guards.append(guard)
+        if self.transport is None and self.size > 1:
+            device = next((p.device for p in guard.parameters.values()), torch.device("cpu"))
+            limit = self.config.ballot_timeout
+            self.transport = transport_for(self.pg, guard.ddp.process_group, device, limit)
         self.modules_made += 1
         if self.budget is None and self.config.budget is not None and self.size > 1:
             from sdcrun.shim.budget import Budget
@@ -221,16 +219,7 @@ class GuardGroup:
 
     def all_reduce_max(self, words: list[int]) -> list[int]:
         """MAX over the group of eight int64. Raises BallotFailed when it does not end in time."""
-        if self.size == 1:
-            return words
-        self._words[:] = array("q", words)
-        try:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            self.pg.allreduce([self._vector], options).wait(self._limit)
-        except Exception as error:
-            raise BallotFailed(str(error).splitlines()[0][:200]) from error
-        return self._words.tolist()
+        return words if self.size == 1 else self.transport.max(words)
 
     def ask_off(self, reason: str) -> None:
         """This rank can no longer guard: the next ballot takes all ranks off together, so that none waits for it."""
