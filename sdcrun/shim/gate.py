@@ -18,8 +18,8 @@ from sdcrun.core import ballot, saves, schedule
 from sdcrun.shim import boot
 from sdcrun.shim.checks import nonfinite
 from sdcrun.shim.checks.weights import WeightVote
-from sdcrun.shim.group import BallotFailed
 from sdcrun.shim.guard import RUN, SKIP
+from sdcrun.shim.transport import BallotFailed
 
 HOLD_SECONDS = 120.0
 UNGATED_WINDOWS = 20
