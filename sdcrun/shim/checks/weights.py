@@ -19,7 +19,7 @@ from sdcrun.core.vote import VoteResult, weight_vote
 from sdcrun.shim import fingerprint
 from sdcrun.shim.checkpoints import tables
 from sdcrun.shim.exchange import ExchangeFailed
-from sdcrun.shim.group import BallotFailed
+from sdcrun.shim.transport import BallotFailed
 
 TAG_TABLE, TAG_TENSOR = 11, 12
 KEPT_TABLES = 4
