@@ -19,11 +19,11 @@ from sdcrun.shim.checks.nonfinite import sum_is_finite
 from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.checks.rounds import Rounds
 from sdcrun.shim.exchange import ExchangeFailed
-from sdcrun.shim.group import BallotFailed
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.determinism import StrictKernels
 from sdcrun.shim.replay.record import Recorder
 from sdcrun.shim.replay.state import replaying
+from sdcrun.shim.transport import BallotFailed
 
 PHASE_AUDIT = 9
 DECLINES = 3
