@@ -7,6 +7,8 @@ archive) in a hidden folder beside the file, and the result is renamed over the 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import json
 import os
@@ -14,11 +16,13 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SIDECAR = ".sdc.json"
 WITHHELD = ".withheld"
+LOCK_SECONDS = 2.0
 
 # As they were before `Followers` wraps them.
 _replace, _unlink, _copyfile = os.replace, os.unlink, shutil.copyfile
@@ -27,13 +31,16 @@ _busy: set[str] = set()
 _lock = threading.Lock()
 
 
-def write_whole(path: str, mark: str, writer: Callable[[str], Any], suffix: str = "") -> Any:
-    """Lets `writer` write `path`, so that a kill at any moment leaves the old file or the new one. Returns its result.
+Describe = Callable[[str], "dict[str, Any]"]
 
-    With `suffix` the contents go to `path` + `suffix` and `path` is left alone.
 
-    Symbolic links are followed. A path that is no regular file, has hard links (others see the same inode) or lies
-    in a folder in which nothing can be made is written directly. `mark` tells the ranks of a job apart.
+def write_whole(path: str, mark: str, writer: Callable[[str], Any], describe: Describe, suffix: str = "") -> Any:
+    """Lets `writer` write `path`, so that a kill at any moment leaves the old file or the new one, and puts what
+    `describe(written)` gives into the sidecar. Returns the writer's result and why there is no sidecar, or None.
+
+    With `suffix` the contents go to `path` + `suffix` and `path` is left alone. Symbolic links are followed. A path
+    that is no regular file, has hard links (others see the same inode) or lies in a folder in which nothing can be made
+    is written directly. `mark` tells the ranks of a job apart.
     """
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
@@ -42,23 +49,58 @@ def write_whole(path: str, mark: str, writer: Callable[[str], Any], suffix: str 
         status = os.stat(goal)
     except OSError:
         status = None
-    if status is not None and (not stat.S_ISREG(status.st_mode) or status.st_nlink > 1):
-        return writer(path + suffix)
-    try:
-        room = _room(folder, f".{name}.sdcrun-{mark}")
-    except OSError:
-        return writer(path + suffix)
+    room = None
+    if status is None or stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        with contextlib.suppress(OSError):
+            room = _room(folder, f".{name}.sdcrun-{mark}")
+    if room is None:
+        result = writer(path + suffix)
+        return result, write_sidecar(path + suffix, describe(path + suffix))
     try:
         temporary = os.path.join(room, name)
         result = writer(temporary)
         if status is not None:
             _keep_owner(temporary, status)
-        _replace(temporary, goal)
-        return result
+        sidecar, problem = os.path.join(room, "sidecar"), None
+        try:
+            _dump(sidecar, describe(temporary))
+        except (OSError, ValueError, TypeError) as error:
+            problem = str(error)
+        with _alone(folder):
+            # Without a sidecar for a moment: a kill in between must not leave a whole file beside another one's.
+            _quietly(_unlink, sidecar_of(path + suffix))
+            _replace(temporary, goal)
+            if problem is None:
+                _quietly(_replace, sidecar, sidecar_of(path + suffix))
+        return result, problem
     finally:
         shutil.rmtree(room, ignore_errors=True)
         with _lock:
             _busy.discard(room)
+
+
+@contextlib.contextmanager
+def _alone(folder: str) -> Iterator[None]:
+    """Keeps other ranks that save under the same name from coming between a file and its sidecar, as far as the file
+    system has locks; waits two seconds at most."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
+                    break
+            time.sleep(0.005)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _room(folder: str, name: str) -> str:
@@ -98,14 +140,18 @@ def write_sidecar(path: str, values: dict[str, Any]) -> str | None:
     target = sidecar_of(path)
     temporary = f"{target}.{secrets.token_hex(4)}"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(values, file)
+        _dump(temporary, values)
         _replace(temporary, target)
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         with contextlib.suppress(OSError):
             _unlink(temporary)
         return str(error)
+
+
+def _dump(path: str, values: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(values, file)
 
 
 def read_sidecar(path: str) -> dict[str, Any] | None:

@@ -55,11 +55,14 @@ class Keeper:
         if verdict.state == WITHHELD:
             return self._withhold(contents, target, path, is_path, writer, verdict, format)
         if is_path:
-            result = files.write_whole(path, self._mark(), lambda place: writer(contents, place))
+            describe = self._describer(verdict, format, verdict.state, verdict.reason)
+            result, problem = files.write_whole(path, self._mark(), lambda place: writer(contents, place), describe)
+            self._no_sidecar(path, problem)
         else:
             result = writer(contents, target)
             self._say_limit(path)
-        self._note(path, verdict, format, verdict.state, verdict.reason, is_path=is_path)
+            self._sidecar_beside(path, verdict, format, verdict.state, verdict.reason)
+        self._note(path, verdict, verdict.state, verdict.reason)
         return result
 
     def _verdict(self, contents: Any) -> tuple[Any, Verdict | None]:
@@ -79,13 +82,17 @@ class Keeper:
         if path is None:
             reason = f"DISSENT, but written into memory, where nothing can be withheld: {verdict.reason}"
             if self.runtime.config.on_bad_checkpoint == "raise":
-                self._note(None, verdict, format, WITHHELD, verdict.reason)
+                self._note(None, verdict, WITHHELD, verdict.reason, dissent=True)
                 raise CheckpointWithheld(reason)
             result = writer(contents, target)
-            self._note(None, verdict, format, UNVERIFIED, reason, dissent=True)
+            self._note(None, verdict, UNVERIFIED, reason, dissent=True)
             return result
-        files.write_whole(path, self._mark(), lambda place: writer(contents, place), files.WITHHELD)
-        self._note(path + files.WITHHELD, verdict, format, WITHHELD, verdict.reason, dissent=True, is_path=True)
+        describe = self._describer(verdict, format, WITHHELD, verdict.reason)
+        _, problem = files.write_whole(
+            path, self._mark(), lambda place: writer(contents, place), describe, files.WITHHELD
+        )
+        self._no_sidecar(path, problem)
+        self._note(path + files.WITHHELD, verdict, WITHHELD, verdict.reason, dissent=True)
         self.followers.saved(path, True)
         if self.runtime.config.on_bad_checkpoint == "raise":
             raise CheckpointWithheld(f"{path} was not written (contents in {path}{files.WITHHELD}): {verdict.reason}")
@@ -108,7 +115,8 @@ class Keeper:
         place = path + files.WITHHELD if state == WITHHELD else path
         result = writer(contents, place)
         if coordinator:
-            self._note(place, verdict, "dcp", state, reason, dissent=state == WITHHELD)
+            self._sidecar_beside(place, verdict, "dcp", state, reason)
+            self._note(place, verdict, state, reason, dissent=state == WITHHELD)
         if state == WITHHELD and self.runtime.config.on_bad_checkpoint == "raise":
             raise CheckpointWithheld(f"{path} was not written (contents in {place}): {reason}")
         return result
@@ -137,9 +145,21 @@ class Keeper:
 
     # -- what is said about a save ----------------------------------------------------------------------------------
 
-    def _note(self, path: str | None, verdict: Verdict, format: str, state: str, reason: str,
-              dissent: bool = False, is_path: bool = False) -> None:  # fmt: skip
-        """Sidecar and event of a save that is written. Never raises. `is_path`: the file is closed and complete."""
+    def _describer(self, verdict: Verdict, format: str, state: str, reason: str) -> files.Describe:
+        """What makes the sidecar of a complete file."""
+        return lambda written: {**self._sidecar(verdict, format, state, reason), "frame": _frame(written)}
+
+    def _sidecar_beside(self, path: str | None, verdict: Verdict, format: str, state: str, reason: str) -> None:
+        """The sidecar of what is not, or not surely, complete and closed."""
+        if path is not None:
+            self._no_sidecar(path, files.write_sidecar(path, self._sidecar(verdict, format, state, reason)))
+
+    def _no_sidecar(self, path: str, problem: str | None) -> None:
+        if problem is not None:
+            self.runtime.limit(f"the sidecar of {os.path.abspath(path)} could not be written: {problem}"[:300])
+
+    def _note(self, path: str | None, verdict: Verdict, state: str, reason: str, dissent: bool = False) -> None:
+        """The event of a save that is written. Never raises."""
         try:
             group = verdict.group
             self._remember(group, verdict.step)
@@ -149,12 +169,6 @@ class Keeper:
                 "rank": self.runtime.rank, "dissent": dissent, "differing": verdict.differing[:16],
             }  # fmt: skip
             if path is not None:
-                sidecar = self._sidecar(verdict, format, state, reason)
-                if is_path:
-                    sidecar["frame"] = _frame(place)
-                why = files.write_sidecar(place, sidecar)
-                if why is not None:
-                    self.runtime.limit(f"the sidecar of {place} could not be written: {why}")
                 if state != WITHHELD:
                     self.followers.saved(place, False)
                 self._places[place] = said

@@ -49,11 +49,11 @@ class Word:
         return [bit for bit in range(32) if (self.expected ^ self.observed) >> bit & 1]
 
     def text(self, itemsize: int) -> str:
-        """For a person: "word 7 (element 7), bit 30 flipped: 0x3f800000 became 0x7f800000"."""
+        """For a person: "word 7 (element 7), bit 30 flipped: 0x3f800000 became 0x7f800000"; both in storage order."""
         bits = ", ".join(map(str, self.bits))
         element = self.index * 4 // itemsize if itemsize else self.index
         return (
-            f"word {self.index} (element {element} in memory), bit{'s' if len(self.bits) > 1 else ''} {bits} flipped: "
+            f"word {self.index} (element {element}), bit{'s' if len(self.bits) > 1 else ''} {bits} flipped: "
             f"0x{self.expected:08x} became 0x{self.observed:08x}"
         )
 

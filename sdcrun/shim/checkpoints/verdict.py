@@ -253,7 +253,7 @@ def _damaged(part: Part, comparison: Comparison, saved: Saved) -> Finding:
             "expected": f"{word.expected:08x}" if word else None, "observed": f"{word.observed:08x}" if word else None,
         })  # fmt: skip
     first = rows[0]
-    where = f" ({first['text']})" if first["text"] else ""
+    where = f", {first['text']}," if first["text"] else ""
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     source = "the vote" if table.how == "vote" else "what the ranks hold"
     reason = f"{part.place}: {first['tensor']}{where}{more} differs from {source} after step {table.step}"
