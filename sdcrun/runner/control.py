@@ -67,8 +67,11 @@ class Control:
 
     def address(self) -> dict[str, Any] | None:
         """Where the job's controller listens; None while the ranks have not chosen one of several."""
-        chosen = read_runtime(self._runtime + ".job")
-        return chosen or (read_runtime(self._runtime) if self._own_counts or not self._offered else None)
+        chosen, own = read_runtime(self._runtime + ".job"), read_runtime(self._runtime)
+        if chosen is None:
+            return own if self._own_counts or not self._offered else None
+        # The secret tells whose it is: our own may have come back at another port.
+        return own if own and own["secret"] == chosen["secret"] else chosen
 
     @property
     def ours(self) -> bool:

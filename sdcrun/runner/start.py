@@ -44,10 +44,11 @@ def agent(pet, report, linger):
             os.environ.update(before)
 
     launcher.parse_args = parse_with_defaults
-    kept = keep_rendezvous() if linger[0] >= 0 else []
+    handlers = watch_rendezvous()
     try:
         code = launcher.main()
-        if kept:
+        # What is in `handlers` lives on, with it the store that this agent may serve.
+        if handlers and linger[0] >= 0:
             wait_for_others(*linger)
         return code
     except ChildFailedError as error:
@@ -55,19 +56,33 @@ def agent(pet, report, linger):
         raise
 
 
-def keep_rendezvous():
-    """Have torchrun's rendezvous, and with it the store that this agent may serve, live beyond its main; returns the
-    list that will hold it."""
+def watch_rendezvous():
+    """Have torchrun's rendezvous tell its round to the ranks; returns the list that will hold its handler.
+
+    Ranks need a number that all of them share and that no earlier attempt had: torchrun's restart count is each agent's
+    own, and stays the same when nodes join. A backend that has no rounds leaves the variable unset.
+    """
     import torch.distributed.elastic.rendezvous.registry as registry
 
-    make, kept = registry.get_rendezvous_handler, []
+    make, made = registry.get_rendezvous_handler, []
 
-    def make_and_keep(parameters):
-        kept.append(make(parameters))
-        return kept[-1]
+    def make_and_watch(parameters):
+        handler = make(parameters)
+        made.append(handler)
+        if "SDCRUN_RUN" in os.environ:
+            next_rendezvous = handler.next_rendezvous
 
-    registry.get_rendezvous_handler = make_and_keep
-    return kept
+            def numbered():
+                information = next_rendezvous()
+                state = getattr(getattr(handler, "_state_holder", None), "state", None)
+                os.environ["SDCRUN_ROUND"] = str(getattr(state, "round", ""))
+                return information
+
+            handler.next_rendezvous = numbered
+        return handler
+
+    registry.get_rendezvous_handler = make_and_watch
+    return made
 
 
 def wait_for_others(read, write):

@@ -1,13 +1,8 @@
-"""The guards of one DDP process group in this rank: their side group, the step they share, their counters.
-
-How ranks meet (`Rendezvous`): over torch's own default store, every wait bounded. One rank that has no shim, or cannot
-connect, must not hang the others: each posts a key, the first rank of the group publishes "arm" or the reason why not.
-"""
+"""The guards of one DDP process group in this rank: their side group, the step they share, their counters."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import time
@@ -19,73 +14,13 @@ import torch
 import torch.distributed as dist
 
 from sdcrun.core.audit import runs
-from sdcrun.shim import boot, identity
+from sdcrun.shim import identity
 from sdcrun.shim.checkpoints.clock import Clock
 from sdcrun.shim.exchange import Exchange
+from sdcrun.shim.rendezvous import Rendezvous
 from sdcrun.shim.transport import SIDE_LIMIT, transport_for
 
 LISTED_RANKS = 64
-
-
-class Rendezvous:
-    """Bounded meetings of ranks over `store`; `limit` in seconds."""
-
-    def __init__(self, store, limit: float) -> None:
-        self.store = dist.PrefixStore("sdcrun", store)
-        self.limit = timedelta(seconds=limit)
-        root = store
-        while hasattr(root, "underlying_store"):
-            root = root.underlying_store
-        self.root = root
-
-    def attempt(self, restarts: int, own_controller) -> tuple[int, dict | None]:
-        """The attempt's number and the controller's address, the same on all ranks that share the store.
-
-        The first rank to come draws the number from the root store, which outlives a restart of the workers, and
-        publishes its node's controller unless one is already published. Falls back to torchrun's restart count.
-        """
-        try:
-            if self.store.add("attempt/drawn", 1) == 1:
-                number = max(self.root.add("sdcrun/attempts", 1) - 1, restarts)
-                address = self._published() or own_controller()
-                if address is not None:
-                    self.root.set("sdcrun/controller", json.dumps(address))
-                self.store.set("attempt/number", json.dumps([number, address]))
-            self.store.wait(["attempt/number"], self.limit)
-            number, address = json.loads(self.store.get("attempt/number"))
-            return number, address
-        except Exception as error:
-            boot.trace(f"no common attempt number: {error!r}")
-            return restarts, None
-
-    def _published(self) -> dict | None:
-        """The controller that is already the job's, if it still answers."""
-        try:
-            if not self.root.check(["sdcrun/controller"]):
-                return None
-            address = json.loads(self.root.get("sdcrun/controller"))
-            socket.create_connection((address["host"], address["port"]), timeout=1.0).close()
-            return address
-        except Exception:
-            return None
-
-    def agree(self, name: str, place: int, size: int, statement: dict) -> list[dict] | str:
-        """Everyone's `statement`, by place; or, the same on all who are there, the reason why not."""
-        self.store.set(f"{name}/{place}", json.dumps(statement))
-        if place == 0:
-            keys = [f"{name}/{other}" for other in range(size)]
-            try:
-                self.store.wait(keys, self.limit)
-                result = [json.loads(self.store.get(key)) for key in keys]
-            except Exception:
-                absent = [other for other, key in enumerate(keys) if not self.store.check([key])]
-                result = f"ranks {absent[:8]} of the group did not answer within {self.limit.seconds} s"
-            self.store.set(f"{name}/all", json.dumps(result))
-        try:
-            self.store.wait([f"{name}/all"], 2 * self.limit)
-            return json.loads(self.store.get(f"{name}/all"))
-        except Exception:
-            return f"the group's first rank did not answer within {2 * self.limit.seconds} s"
 
 
 def _side_group(store, place: int, size: int, limit: float):

@@ -22,8 +22,9 @@ from sdcrun.core.types import Config
 from sdcrun.shim import boot, identity
 from sdcrun.shim.checkpoints.keeper import Keeper
 from sdcrun.shim.checkpoints.question import Snapshots
-from sdcrun.shim.group import GuardGroup, Rendezvous
+from sdcrun.shim.group import GuardGroup
 from sdcrun.shim.guard import Guard
+from sdcrun.shim.rendezvous import Rendezvous, attempt_number
 from sdcrun.wire.link import Link
 from sdcrun.wire.runtime import read_runtime, write_runtime
 
@@ -34,7 +35,7 @@ class Runtime:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rank: int | None = None
-        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+        self.attempt = attempt_number()
         self.guards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.owner: dict[int, weakref.ref] = {}
         self.groups: dict[tuple[int, ...], GuardGroup] = {}
@@ -84,9 +85,9 @@ class Runtime:
             self.emit("unguarded", {"reason": reason})
 
     def _controller(self) -> dict | None:
-        if self.address is not None:
-            return self.address
-        return local_controller()
+        own = local_controller()
+        # The secret tells whose it is: this node's own may have come back at another port.
+        return own if self.address is None or own and own["secret"] == self.address["secret"] else self.address
 
     # -- guards -------------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Runtime:
             os.environ[boot.OWNER] = str(os.getpid())
             self.rank = dist.get_rank()
             self.kept_groups.append(dist.group.WORLD)
-            self.attempt, self.address = meeting.attempt(self.attempt, local_controller)
+            self.address = meeting.controller(self.rank, known_controllers(), local_controller)
             self._tell_supervisor()
             self.device_key = identity.device_of(ddp).key
             self.emit("hello", identity.hello(self, ddp))
@@ -198,6 +199,12 @@ class Runtime:
 def local_controller() -> dict | None:
     """Address and secret of the controller that this node's supervisor offers: {host, port, secret}, or None."""
     return read_runtime(os.environ.get("SDCRUN_RUNTIME", ""))
+
+
+def known_controllers() -> list[dict]:
+    """The controller that the ranks of this node chose in an earlier attempt, then the one that was to follow it."""
+    path = os.environ.get("SDCRUN_RUNTIME", "")
+    return [address for address in (read_runtime(f"{path}.job"), read_runtime(f"{path}.next")) if address]
 
 
 CURRENT: Runtime | None = None
