@@ -31,7 +31,7 @@ class Held:
     """One micro-batch. `outputs`: the module's, not kept alive; `gradients`: (place among them, gradient) of those that
     got a small one; `too_large`: some got a large one, or none can be watched."""
 
-    place: int
+    guard: Any
     inputs: tuple
     kwargs: dict
     versions: list[int]
@@ -56,8 +56,8 @@ class LastBatches:
         self.held.clear()
         self.whole, self._bytes = True, 0
 
-    def begin(self, place: int, inputs: tuple, kwargs: dict) -> Held | None:
-        """The forward of the `place`-th module of the group begins."""
+    def begin(self, guard: Any, inputs: tuple, kwargs: dict) -> Held | None:
+        """The forward of a guard's module begins."""
         tensors = tensors_of((inputs, kwargs))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if self.held and (self._bytes + size > HOLD_BYTES or len(self.held) >= HOLD_BATCHES):
@@ -66,7 +66,7 @@ class LastBatches:
         self._bytes += size
         callback = compiled.noted
         held = Held(
-            place, inputs, kwargs, [version_of(tensor) for tensor in tensors], Random.now(), Autocast.now(),
+            guard, inputs, kwargs, [version_of(tensor) for tensor in tensors], Random.now(), Autocast.now(),
             callback is not None and callback is not False,
         )  # fmt: skip
         self.held.append(held)
@@ -105,7 +105,7 @@ class LastBatches:
             for number, held in enumerate(self.held):
                 if [version_of(tensor) for tensor in tensors_of((held.inputs, held.kwargs))] != held.versions:
                     return "the inputs were changed in place before they could be computed again"
-                call = self._call(number, held, guards[held.place], externals)
+                call = self._call(number, held, guards.index(held.guard), externals)
                 entries.append(call)
                 if backward:
                     given = [(call.outs[out], _ship(gradient, externals)) for out, gradient in held.gradients]
@@ -113,9 +113,11 @@ class LastBatches:
                         entries.append(Backward(given=given))
         except Exception as error:
             return f"the inputs cannot be shipped: {type(error).__name__}: {error}"[:160]
-        covered = sorted({held.place for held in self.held})
+        covered = sorted({guards.index(held.guard) for held in self.held})
         kind = FALLBACK if backward else FORWARD
-        return Parcel(Program(entries, externals, covered, kind, window=len(self.held)), {}, finite=False)
+        names = [guard.name for guard in guards]
+        program = Program(entries, externals, names, covered, kind, window=len(self.held))
+        return Parcel(program, {}, finite=False)
 
     def _seen_bad(self) -> bool:
         """Outputs of this window that are still there show non-finite values."""
@@ -123,17 +125,17 @@ class LastBatches:
         return not all(all_finite(tensor) for tensor in alive)
 
     @staticmethod
-    def _call(number: int, held: Held, guard, externals: dict) -> Call:
+    def _call(number: int, held: Held, place: int, externals: dict) -> Call:
         def refer(tensor: torch.Tensor) -> Ref:
             return _ship(tensor, externals)
 
         call = Call(
             blob=dumps((held.inputs, held.kwargs), refer),
             outs=[("v", (number, out)) for out in range(len(held.outputs))],
-            random=held.random.shipped(), guard=held.place, autocast=held.autocast, compiled=held.compiled,
+            random=held.random.shipped(), guard=place, autocast=held.autocast, compiled=held.compiled,
             strict_outs=False, acting=None,
         )  # fmt: skip
-        for name, buffer in guard.saved_buffers.items():
+        for name, buffer in held.guard.saved_buffers.items():
             call.buffers[name] = _ship(buffer, externals)
         return call
 

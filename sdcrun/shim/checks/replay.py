@@ -105,13 +105,14 @@ class Auditor:
 
     def before_forward(self, guard, inputs: tuple, kwargs: dict) -> Any:
         """A training forward begins; returns the token for `after_forward`."""
-        place = next((i for i, known in enumerate(self.guards) if known is guard), None)
-        if place is None or replaying():
+        if replaying():
             return None
+        if guard not in self.guards:
+            self.guards.append(guard)
         token = None
         if self.recorder is not None and not self.recorder.done:
-            token = self.recorder.before_forward(place, inputs, kwargs)
-        return token, self.last.begin(place, inputs, kwargs)
+            token = self.recorder.before_forward(guard, inputs, kwargs)
+        return token, self.last.begin(guard, inputs, kwargs)
 
     def after_forward(self, guard, token: Any, output: Any) -> None:
         """The module has returned."""

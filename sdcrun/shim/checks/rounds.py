@@ -150,8 +150,8 @@ class Rounds:
 
     def name(self, name: str) -> str:
         """A table's name for people: the parameter's, with the module's in front where the group guards several."""
-        place, colon, parameter = name.partition(":")
-        return self.guards[int(place)].qualified(parameter) if colon else name
+        module, colon, parameter = name.partition(":")
+        return f"{module}.{parameter}" if colon and module else parameter if colon else name
 
     def _swap(self, sends: dict[int, bytes], receives: list[int]) -> dict[int, bytes]:
         self._tag += 1

@@ -7,8 +7,6 @@ the same script, under the same trust as the script itself; they are pickled and
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,30 +83,23 @@ class Backward(Entry):
 
 @dataclass
 class Program:
-    """What a replayer needs. `kind`: FULL (the script's loss is recomputed), FALLBACK (starts its backward from the
-    recorded gradients of the module's outputs) or FORWARD (no backward). `guards`: modules whose gradients count.
-    `why`: why it is not FULL. `position` of `window`: place of this backward among those of the window (from 0)."""
+    """What a replayer needs.
+
+    `names`: names of the guarded modules, which entries and references number; `guards`: those whose gradients count.
+    `kind`: FULL (the script's loss is recomputed), FALLBACK (starts its backward from the recorded gradients of the
+    module's outputs) or FORWARD (no backward); `why` it is not FULL. `position`: place of this backward among the
+    `window` backwards of the window (from 0). `strict`: to be run with deterministic kernels.
+    """
 
     entries: list[Entry]
     externals: dict[Ref, Packed]
+    names: list[str]
     guards: list[int]
     kind: str = FULL
     why: str = ""
     position: int = 0
     window: int = 1
     strict: bool = False
-
-    def dumps(self) -> bytes:
-        """The program as bytes, behind their own digest."""
-        body = pickle.dumps(self, protocol=5)
-        return hashlib.blake2b(body, digest_size=16).digest() + body
-
-    @classmethod
-    def loads(cls, data: bytes) -> Program:
-        """Inverse of `dumps`; raises ValueError when the bytes were damaged on their way."""
-        if hashlib.blake2b(data[16:], digest_size=16).digest() != data[:16]:
-            raise ValueError("the micro-batch was damaged on its way")
-        return pickle.loads(data[16:])
 
 
 def operator(name: str) -> Any:
@@ -118,13 +109,14 @@ def operator(name: str) -> Any:
 
 
 def prune(entries: list[Entry], roots: list[Ref], alias: dict[Ref, Any]) -> list[Entry]:
-    """The entries that `roots` depend on, in order. `alias` maps a reference to its storage, so that a write through
-    one view keeps everything that shares memory with it."""
-    needed = {alias.get(ref, ref) for ref in roots}
+    """The entries that `roots` depend on, in order. `alias` maps a reference to its storage: a write through one view
+    is kept for everything that shares its memory, while a mere view of something needed is not."""
+    needed = set(roots)
+    memory = {alias.get(ref, ref) for ref in roots}
     kept = []
     for entry in reversed(entries):
-        made = [alias.get(ref, ref) for ref in (*entry.outs, *entry.writes)]
-        if any(ref in needed for ref in made):
+        if not needed.isdisjoint(entry.outs) or any(alias.get(ref, ref) in memory for ref in entry.writes):
             kept.append(entry)
-            needed.update(alias.get(ref, ref) for ref in entry.uses)
+            needed.update(entry.uses)
+            memory.update(alias.get(ref, ref) for ref in entry.uses)
     return kept[::-1]

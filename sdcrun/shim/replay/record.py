@@ -65,12 +65,12 @@ class Recorder:
     """
 
     def __init__(self, guards: list, pick: int, before: Recorder | None = None) -> None:
-        self.guards, self.pick = guards, pick
+        self.guards, self.pick = list(guards), pick
         self.case: Case | None = None
         self.declined: str | None = None
         self.done = False
         self.backwards = 0
-        self.callbacks: dict[int, Any] = {}
+        self.callbacks: dict[str, Any] = {}
         self._epoch = 0
         self._sentinel: tuple | None = None
         self._watches: dict[int, HookWatch] = {}
@@ -78,14 +78,16 @@ class Recorder:
         self._hooks: list = []
         self._compared: list[torch.Tensor] = []
         self._versions: dict[int, list[int]] = {}
-        parameters = {}
-        for place, guard in enumerate(guards):
-            for name, parameter in guard.module.named_parameters(remove_duplicate=False):
-                parameters.setdefault(id(parameter), (parameter, ("p", place, name)))
-        self.tape = Tape(parameters)
+        self.tape = Tape()
+        for place in range(len(guards)):
+            self._know(place)
         if before is not None and before.guards == guards:
             self._adopt(before)
         self._inherited = len(self.tape.entries)
+
+    def _know(self, place: int) -> None:
+        for name, parameter in self.guards[place].module.named_parameters(remove_duplicate=False):
+            self.tape.know(parameter, ("p", place, name))
 
     def _adopt(self, before: Recorder) -> None:
         entries = before.tape.entries[before._inherited :]
@@ -98,13 +100,17 @@ class Recorder:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def before_forward(self, place: int, inputs: tuple, kwargs: dict) -> Token | None:
-        """The forward of the `place`-th module begins with these arguments."""
+    def before_forward(self, guard: Any, inputs: tuple, kwargs: dict) -> Token | None:
+        """The forward of a guard's module begins with these arguments."""
         if self.done:
             return None
+        if guard not in self.guards:
+            self.guards.append(guard)
+            self._know(len(self.guards) - 1)
+        place = self.guards.index(guard)
         self.tape.stop()
         self.tape.forget_values()
-        module = self.guards[place].module
+        module = guard.module
         call = Call(guard=place, random=Random.now().shipped(), autocast=Autocast.now(), grad_mode=True)
         token = Token(call)
         self._count_caches(module)
@@ -122,7 +128,7 @@ class Recorder:
         token.opaque = modulestate.opaque_digests(module)
         token.collectives = collective_counts()
         token.versions = [version_of(p) for p in module.parameters()]
-        callback = self.callbacks[place] = compiled.noted
+        callback = self.callbacks[guard.name] = compiled.noted
         call.compiled = callback is not None and callback is not False
         if not call.compiled and not hasattr(module, "_orig_mod"):
             watch = self._watches.get(place)
@@ -213,10 +219,10 @@ class Recorder:
         table = GradientTable()
         try:
             prepared = self._prepare(roots, grad_tensors, options)
-            for place, guard in enumerate(self.guards):
+            for guard in self.guards:
                 for name, parameter in guard.parameters.items():
                     if parameter.requires_grad:
-                        table.watch(f"{place}:{name}", parameter)
+                        table.watch(f"{guard.name}:{name}", parameter)
         except Exception as error:
             table.drop()
             prepared = f"the backward cannot be recorded: {type(error).__name__}: {error}"[:160]
@@ -306,7 +312,8 @@ class Recorder:
 
     def _program(self, entries: list[Entry], kind: str, why: str) -> Program:
         covered = sorted({entry.guard for entry in entries if isinstance(entry, Call)})
-        return Program(entries, {}, covered, kind, why, position=self.backwards)
+        names = [guard.name for guard in self.guards]
+        return Program(entries, {}, names, covered, kind, why, position=self.backwards)
 
     def _recorded(self, prepared: Program | str, roots: list, table: GradientTable) -> None:
         gradients = table.take()
@@ -321,9 +328,9 @@ class Recorder:
                 case.expected.update(values_table("loss", roots))
             else:
                 case.expected.update(values_table("output", self._compared))
-            own = {f"{place}:" for place in prepared.guards}
+            covered = {self.guards[place].name for place in prepared.guards}
             for name, pair in gradients.items():
-                if any(name.startswith(prefix) for prefix in own):
+                if name.partition(":")[0] in covered:
                     case.expected[name] = pair
                     case.details[name] = table.details[name]
             case.finite = table.finite() and all(math.isfinite(loss) for loss in case.losses)

@@ -47,11 +47,11 @@ class Result:
 
 
 def replay(
-    program: Program, guards: list, callbacks: dict[int, Any], keep: Iterable[str] = (), trace: bool = False
+    program: Program, guards: list, callbacks: dict[str, Any], keep: Iterable[str] = (), trace: bool = False
 ) -> Result:
-    """Runs `program` on the modules of `guards` (those of its group, in the group's order).
+    """Runs `program` on the modules of `guards` (those of its group).
 
-    `callbacks`: dynamo's callback per module, as seen at its last forward here. Raises NotReplayable; any other
+    `callbacks`: module's name -> dynamo's callback, as seen at its last forward here. Raises NotReplayable; any other
     exception is the program's own (out of memory, say).
     """
     return _Run(program, guards, callbacks, keep, trace).run()
@@ -59,7 +59,12 @@ def replay(
 
 class _Run:
     def __init__(self, program, guards, callbacks, keep, trace) -> None:
-        self.program, self.guards, self.callbacks = program, guards, callbacks
+        here = {guard.name: guard for guard in guards}
+        self.program, self.callbacks = program, callbacks
+        self.guards = [here.get(name) for name in program.names]
+        for place in self._places():
+            if self.guards[place] is None:
+                raise NotReplayable(f"there is no module {program.names[place]!r} here")
         self.table = GradientTable(keep)
         self.trace = trace
         self.result = Result()
@@ -69,7 +74,8 @@ class _Run:
         self.shown: list[torch.Tensor] = []
         self.epoch = 0
         self.device = next(
-            (p.device for place in self._places() for p in guards[place].module.parameters()), torch.device("cpu")
+            (p.device for place in self._places() for p in self.guards[place].module.parameters()),
+            torch.device("cpu"),
         )
 
     def _places(self) -> list[int]:
@@ -121,7 +127,7 @@ class _Run:
         if place in self.program.guards:
             for name in guard.parameters:
                 if shadows[name].requires_grad:
-                    self.table.watch(f"{place}:{name}", shadows[name])
+                    self.table.watch(f"{guard.name}:{name}", shadows[name])
             stack.callback(self.table.drop)
         stack.enter_context(_without_gradients(module))
         stack.enter_context(modulestate.preserved(module))
@@ -203,7 +209,7 @@ class _Run:
 
     def _compiled(self, call: Call, args: tuple, kwargs: dict) -> Any:
         """Under the callback of dynamo that the module's forwards run under here, so that the same graphs are used."""
-        callback = self.callbacks.get(call.guard)
+        callback = self.callbacks.get(self.guards[call.guard].name)
         if callback is None or callback is False:
             raise NotReplayable("the module runs compiled on its owner and not here")
         ddp = self.guards[call.guard].ddp

@@ -66,8 +66,8 @@ class Tape:
     """References, externals and entries of one recording. `soft` collects reasons why the script's part behind the
     module cannot be replayed, `hard` reasons why nothing of this window can."""
 
-    def __init__(self, parameters: dict[int, tuple[torch.nn.Parameter, Ref]]) -> None:
-        self.parameters = parameters
+    def __init__(self) -> None:
+        self.parameters: dict[int, tuple[torch.nn.Parameter, Ref]] = {}
         self.entries: list[Entry] = []
         self.externals: dict[Ref, External] = {}
         self.alias: dict[Ref, Any] = {}
@@ -76,12 +76,15 @@ class Tape:
         self.paused = False
         self._ids: dict[int, tuple[Callable[[], torch.Tensor | None], Ref, int]] = {}
         self._tracked = set()
-        for parameter, ref in parameters.values():
-            storage = storage_of(parameter)
-            self._tracked.add(storage)
-            self.alias[ref] = storage
         self._floor = next(_numbers)
         self._mode: TapeMode | None = None
+
+    def know(self, parameter: torch.nn.Parameter, ref: Ref) -> None:
+        """A guarded module's parameter; a tied one has the name met first."""
+        if id(parameter) not in self.parameters:
+            self.parameters[id(parameter)] = (parameter, ref)
+            self.alias[ref] = storage_of(parameter)
+            self._tracked.add(self.alias[ref])
 
     # -- references ---------------------------------------------------------------------------------------------
 
@@ -259,10 +262,12 @@ class Tape:
             return None
 
     def _begin(self, function: Any, args: tuple, kwargs: dict) -> tuple | None:
-        if not self._matters(tensors_of((args, kwargs))):
-            return None
+        tensors = tensors_of((args, kwargs))
         if function.namespace in _COLLECTIVE:
-            self._soften(f"a collective operation in the loss: {function}")
+            if any(map(self.tracked, tensors)):
+                self._soften(f"a collective operation in the loss: {function}")
+            return None
+        if not self._matters(tensors):
             return None
         written = _written(function, args, kwargs)
         for tensor in written:
