@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdcrun.core import checkpoints, policy, words
+from sdcrun.core import checkpoints, policy, selftests, words
 from sdcrun.core.ledger import CaseKey
 from sdcrun.core.observe import observe
 from sdcrun.core.state import State, close
@@ -85,7 +85,7 @@ def pending(state: State) -> list[Action]:
 def _act(state: State) -> list[Action]:
     """Decide on everything that changed; speak at once where the account is complete, else after a moment."""
     keys, state.changed = list(dict.fromkeys(state.changed)), []
-    actions = policy.decide(state, keys)
+    actions = [*selftests.decide(state), *policy.decide(state, keys)]
     for key in keys:
         state.waiting.setdefault(key, None)
     for key in [k for k in state.waiting if _told_in_full(state, k)]:

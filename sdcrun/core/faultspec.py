@@ -69,6 +69,8 @@ FOLLOWS_DEVICE = ("activation", "saved", "gradient")
 COMPUTED = ("activation", "saved", "gradient", "loss")
 EVERYWHERE = ("allreduce", "checkpoint")
 _WITH_BIT = ("bitflip", "stuck")
+# Where this stands in a reason, a check must see the fault all the same; only nobody can be named.
+SEEN = "the difference is seen"
 
 
 class FaultSpecError(ValueError):
@@ -339,12 +341,12 @@ def _unseen_by_replay(spec: FaultSpec, config: Config, domains: int | None) -> s
         return "audits are off, and a finite wrong value shows nowhere else"
     if domains == 1:
         return "one failure domain: there is no other device to replay on"
-    if domains == 2:
-        return "two failure domains: the difference is seen, but nobody can say which of the two is wrong"
     if config.budget is None and spec.last is not None and spec.every == 1:
         audited = -(-spec.first // every) * every
         if audited > spec.last:
             return f"no audit (one every {every} steps) falls into steps {spec.first} to {spec.last}, then it is gone"
+    if domains == 2:
+        return f"two failure domains: {SEEN}, but nobody can say which of the two is wrong"
     return None
 
 
@@ -355,7 +357,7 @@ def _unseen_by_votes(spec: FaultSpec, config: Config, replicas: int | None) -> s
     if replicas == 1:
         return "one replica: there is nothing to compare it with"
     if replicas == 2:
-        return "two replicas: the difference is seen, but neither side has a majority"
+        return f"two replicas: {SEEN}, but neither side has a majority"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sdcrun.core import checkpoints, nonfinite
+from sdcrun.core import checkpoints, nonfinite, selftests
 from sdcrun.core.firings import firing_of, reach
 from sdcrun.core.ledger import CaseKey
 from sdcrun.core.nonfinite import NonfiniteCase
@@ -280,6 +280,7 @@ _HANDLERS = {
     "inject": _inject,
     "checkpoint": checkpoints.observe,
     "loaded": checkpoints.observe_loaded,
+    "selftest": selftests.observe,
     "bye": _bye,
     "node_up": _node_up,
     "worker_lost": _worker_lost,

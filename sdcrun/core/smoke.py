@@ -50,6 +50,8 @@ def problems(state: State) -> list[str]:
     """Why a run with --inject-fault proves nothing or shows a failure; empty when every fault did as it should."""
     rows = fault_rows(state)
     found = [f"{words.clean(row.spec)}: {row.problem}" for row in rows if row.problem]
+    tests = state.selftests.items()
+    found += [f"self-test on rank {rank}: {text}" for (_, rank, _), (passed, text) in tests if not passed]
     for entry in state.ledger.ordered():
         finding = entry.finding
         if finding.verdict in ACCUSING and not finding.injected:
@@ -87,7 +89,7 @@ def _row(
             text, len(trained), first.step, first.rank, None, None, None, None, "it fired but changed no value"
         )
     if not caught:
-        problem = None if unseen else "it fired and was not caught"
+        problem = None if unseen and faultspec.SEEN not in unseen else "it fired and was not caught"
         return FaultRow(text, len(trained), first.step, first.rank, None, None, None, unseen, problem)
     finding, why = caught[0]
     after = finding.step - max(f.step for f in why)
@@ -132,7 +134,28 @@ def _unseen(state: State, text: str, first: Firing) -> str | None:
     off = attempt.checks_off.get("replay" if first.site in faultspec.COMPUTED else "weights")
     if off and not first.loud:
         return f"the check went off: {words.clean(off)}"
-    return faultspec.by_design_unseen(spec, state.config, domain_count(attempt, group), len(group))
+    domains = domain_count(attempt, group)
+    reason = faultspec.by_design_unseen(spec, state.config, domains, len(group))
+    return reason or _too_many(state, first, domains)
+
+
+def _too_many(state: State, first: Firing, domains: int) -> str | None:
+    """Several faults in one step may leave no two devices that agree on what is right: then nobody can be named."""
+    if first.site not in faultspec.COMPUTED or first.loud:
+        return None
+    same = [f for f in state.firings.before(first.attempt, first.step, "replay")
+            if f.step == first.step and f.effective and f.site in faultspec.COMPUTED]  # fmt: skip
+    attempt = state.roster.attempt(first.attempt)
+    group = _group(attempt, first.rank)
+    nodes = {attempt.places[rank].node for rank in group if rank in attempt.places}
+    by_node = len(nodes) >= 3
+    faulty = {attempt.places[f.rank].node if by_node and f.rank in attempt.places else f.rank for f in same}
+    if len(faulty) > 1 and domains - len(faulty) < 2:
+        return (
+            f"faults on {len(faulty)} of {domains} failure domains in one step: {faultspec.SEEN}, but no two of the "
+            "others are left to agree on what is right"
+        )
+    return None
 
 
 def _group(attempt: Attempt, rank: int) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ class State:
     words: dict[tuple[int, int, str, int], list[dict[str, Any]]] = field(default_factory=dict)
     skips: dict[tuple[int, tuple[int, ...]], set[int]] = field(default_factory=dict)
     unfired: dict[int, str] = field(default_factory=dict)
+    selftests: dict[tuple[int, int, str], tuple[bool, str]] = field(default_factory=dict)
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
     approvals: list[dict[str, Any]] = field(default_factory=list)
     commands: list[dict[str, Any]] = field(default_factory=list)

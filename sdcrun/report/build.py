@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
-from sdcrun.core import checkpoints, decide, policy, words
+from sdcrun.core import checkpoints, decide, policy, selftests, words
 from sdcrun.core.exitcode import status
 from sdcrun.core.ledger import ACCUSING, Entry, as_of, confirmed_at
 from sdcrun.core.roster import Attempt
@@ -73,6 +73,7 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
         ],
         "checkpoints": saved,
         "blast_radius": blast_radius(state, suspects, saved),
+        "selftest": selftests.summary(state),
         "limits": [*limits(state, attempt, unguarded, where), *notes],
     }
 

@@ -14,6 +14,8 @@ LEVEL_STYLES = {GOOD: "bold green", WATCH: "bold yellow", BAD: "bold red"}
 def unexplained(report: dict[str, Any]) -> bool:
     """Whether a report holds a finding that neither an injected fault nor triage explains, or a fault that went wrong.
     """
+    if (report.get("selftest") or {}).get("failed"):
+        return True
     open_findings = any(f["verdict"] not in EXPLAINED and not f["injected"] for f in report["findings"])
     return open_findings or any(row["problem"] for row in report["injected"])
 
@@ -31,6 +33,10 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
 
 
 def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
+    broken = (report.get("selftest") or {}).get("failed")
+    if broken:
+        return BAD, (f"The self-test failed on {words.ranks({row['rank'] for row in broken})} ({broken[0]['check']}: "
+                     f"{words.clean(broken[0]['text'], 200)}): its checks cannot be relied on.")  # fmt: skip
     suspects = [s for s in report["suspects"] if not s["injected"]]
     confirmed = [s for s in suspects if s["verdict"] == "confirmed"]
     if confirmed:

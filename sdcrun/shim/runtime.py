@@ -132,6 +132,10 @@ class Runtime:
         if self.injector is not None:
             self.injector.attach(guard)
         self.emit("guarded", {"group": group.said_ranks, "modules": [guard.describe()]})
+        if self.config.selftest:
+            from sdcrun.shim import selftest
+
+            selftest.run(group, guard)
 
     def _tell_supervisor(self) -> None:
         """Leaves the job's controller where this node's supervisor looks: on all nodes but one it is another's."""

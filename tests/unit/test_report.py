@@ -314,7 +314,7 @@ def test_a_broken_job_json_is_no_obstacle(tmp_path, capsys):
 def test_views_and_closing_lines(tmp_path):
     folder = folder_of(sick(), tmp_path)
     lines = command.closing(Config(job_dir=str(folder), job_id="j1"), 0)
-    assert "gpu-1" in lines[0] and "report.txt" in lines[1] and "--commands" in lines[1]
+    assert "gpu-1" in lines[-2] and "report.txt" in lines[-1] and "--commands" in lines[-1]
     assert json.loads((folder / "report.json").read_text())["schema_version"] == 1
     assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
     lines = command.closing(Config(job_dir=str(tmp_path / "gone"), job_id="j1"), 0)

@@ -97,6 +97,11 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("overhead", _overhead(report)),
         ("time", f"{report['started_at'] or '?'} to {report['ended_at'] or 'now'}"),
     ]
+    tested = report.get("selftest")
+    if tested:
+        failed = "; ".join(f"FAILED on rank {row['rank']}: {row['check']}" for row in tested["failed"][:4])
+        facts.append(("self-test", failed or f"passed on {words.count(tested['ranks'], 'rank')}: "
+                                            f"{', '.join(tested['checks'])}"))  # fmt: skip
     if report["command"]:
         facts.append(("command", words.clean(" ".join(report["command"]), 400)))
     known = [f"{name} {words.clean(value, 60)}" for name, value in report["versions"].items() if value]
