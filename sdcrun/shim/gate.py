@@ -156,6 +156,11 @@ def decide(runtime, optimizer, amp: AmpState | None = None) -> str:
     return SKIP if SKIP in decisions else RUN
 
 
+def ready(runtime, optimizer) -> bool:
+    """Whether a reduced backward waits for its update: the gate can stand before this step."""
+    return any(guard.window_open and guard.synced for guard in runtime.guards_of(optimizer))
+
+
 def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
     if group.off_reason is not None:
         return RUN

@@ -134,8 +134,11 @@ class GuardGroup:
 
     def _drop(self, guard) -> None:
         self.guards.remove(guard)
+        # A script that wraps its module anew has both guards for a while: what the later one took over stays with it.
         for parameter in guard.parameters.values():
-            self.runtime.owner.pop(id(parameter), None)
+            reference = self.runtime.owner.get(id(parameter))
+            if reference is not None and reference() in (guard, None):
+                del self.runtime.owner[id(parameter)]
         if self.weights is not None:
             self.weights.forget()
 

@@ -20,6 +20,10 @@ from sdcrun.shim.replay.state import replaying
 _originals: dict[str, object] = {}
 
 
+class _Withheld(BaseException):
+    """Leaves an optimizer's step after its closure, because all ranks skip; `except Exception` does not stop it."""
+
+
 def _once(closure, first):
     """A closure that gives `first` at its first call: the gate has evaluated it already."""
     pending = [first]
@@ -30,6 +34,16 @@ def _once(closure, first):
     return evaluate
 
 
+def _evaluates_first(optimizer) -> bool:
+    """torch's own optimizers begin with their closure; of others (SAM: perturb, then evaluate) nothing is known."""
+    return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim")
+
+
+def _places(optimizer) -> list[tuple[int, int]]:
+    """Where the weights lie and how often they were changed."""
+    return [(p._version, p.data_ptr()) for group in optimizer.param_groups for p in group["params"]]
+
+
 def install(runtime) -> None:
     """Lays the patches; `undo()` takes them off."""
     original_profile = Optimizer.profile_hook_step
@@ -37,6 +51,7 @@ def install(runtime) -> None:
     _originals.update(profile=original_profile, scaler=original_scaler)
     decided: dict[int, str] = {}
 
+    ready = torch._disable_dynamo(gate.quiet(lambda optimizer: gate.ready(runtime, optimizer)))
     decide = torch._disable_dynamo(gate.quiet(lambda optimizer, amp=None: gate.decide(runtime, optimizer, amp)))
     clocks_of = torch._disable_dynamo(gate.quiet(lambda optimizer: gate.clocks_of(runtime, optimizer)))
     moment = torch._disable_dynamo(gate.quiet(gate.moment))
@@ -45,33 +60,66 @@ def install(runtime) -> None:
     def gated(call, optimizer, args, kwargs):
         """One outermost step: the gate, the step itself unless all ranks skip, what follows it."""
         closure = args[0] if args else kwargs.get("closure")
-        loss = None
+        loss, decision = None, decided.pop(id(optimizer), None)
         if callable(closure):
-            with torch.enable_grad():
-                loss = closure()
+            if _evaluates_first(optimizer):
+                with torch.enable_grad():
+                    loss = closure()
+                closure = _once(closure, loss)
+            elif not ready(optimizer):
+                closure, decision = gate_inside(closure, optimizer), RUN
             if args:
-                args = (_once(closure, loss), *args[1:])
+                args = (closure, *args[1:])
             else:
-                kwargs = {**kwargs, "closure": _once(closure, loss)}
-        decision = decided.pop(id(optimizer), None) or decide(optimizer)
-        if decision == SKIP:
+                kwargs = {**kwargs, "closure": closure}
+        if (decision or decide(optimizer)) == SKIP:
             return loss
         clocks = clocks_of(optimizer) or ()
         for clock in clocks:
             clock.begin()
-        runtime.inside_step = True
+        runtime.inside_step, result, withheld = True, None, False
         try:
             result = call(optimizer, *args, **kwargs)
+        except _Withheld as leaving:
+            withheld, result = True, leaving.args[0]
         finally:
             runtime.inside_step = False
             for clock in clocks:
                 clock.written()
         try:
-            after(optimizer)
+            if not withheld:
+                after(optimizer)
         finally:
             for clock in clocks:
                 clock.end(moment(optimizer))
         return result
+
+    def gate_inside(closure, optimizer):
+        """A closure that is evaluated where the optimizer wants it; the gate stands behind its first evaluation."""
+        pending = [_places(optimizer)]
+
+        def evaluate():
+            if not pending:
+                return closure()
+            untouched = pending.pop() == _places(optimizer)
+            clocks = clocks_of(optimizer) or ()
+            runtime.inside_step = False
+            # Ranks meet in here, and no lock is held where they do.
+            for clock in clocks:
+                clock.written()
+            try:
+                loss = closure()
+                decision = decide(optimizer)
+            finally:
+                for clock in clocks:
+                    clock.begin()
+                runtime.inside_step = True
+            # Weights that the optimizer has already moved are its own to put back: with zeroed gradients it goes on.
+            if decision == SKIP and untouched:
+                raise _Withheld(loss)
+            return loss
+
+        return evaluate
 
     def profile_hook_step(func):
         call = original_profile(func)
