@@ -1,0 +1,69 @@
+"""Records and replays a backward of a plain module in one process, the way the auditor does it between ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from sdcrun.shim.checks.opinion import Parcel
+from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay.record import Recorder
+from sdcrun.shim.replay.run import replay
+
+
+def guard_of(module, name=""):
+    """What recorder and replay read of a guard."""
+    return SimpleNamespace(
+        module=module, ddp=module, name=name, parameters=dict(module.named_parameters()), saved_buffers={}
+    )
+
+
+class Solo:
+    """`with Solo(module) as solo:` records; `solo(x)` is the guarded forward; `solo.parcel()` what would be sent."""
+
+    def __init__(self, *modules, pick=0, before=None):
+        self.guards = [guard_of(m, f"module{i}" if i else "") for i, m in enumerate(modules)]
+        if before is not None:
+            self.guards = before.guards
+        self.recorder = Recorder(self.guards, pick, before.recorder if before is not None else None)
+
+    def __enter__(self):
+        autograd.install()
+        autograd.observers.append(self.recorder)
+        return self
+
+    def __exit__(self, *exc):
+        autograd.observers.remove(self.recorder)
+        self.recorder.finish()
+
+    def __call__(self, *inputs, which=0, **kwargs):
+        guard = self.guards[which]
+        token = self.recorder.before_forward(guard, inputs, kwargs)
+        output = guard.module(*inputs, **kwargs)
+        if token is not None:
+            self.recorder.after_forward(token, output)
+            self.recorder.left_ddp(token, output)
+        return output
+
+    def parcel(self):
+        """The recorded micro-batch after a trip through bytes; AssertionError with the reason when there is none."""
+        why = self.recorder.pack()
+        assert why is None, why
+        return Parcel.loads(Parcel.of(self.recorder.case).dumps())
+
+    def again(self, **options):
+        """(what was expected, what the replay computed)."""
+        parcel = self.parcel()
+        result = replay(parcel.program, self.guards, self.recorder.callbacks, **options)
+        return parcel.expected, result
+
+
+def bits(module):
+    """Parameters, gradients and buffers as one list that compares bit for bit."""
+    tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    return [t.detach().clone() for t in tensors], torch.get_rng_state()
+
+
+def same(one, two):
+    return all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True)) and torch.equal(one[1], two[1])

@@ -1,0 +1,400 @@
+"""Record a backward and run it again in one process: equal bits, and nothing of it to be seen afterwards."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from replaykit import Solo, bits, guard_of, same
+from torch import nn
+
+from sdcrun.shim.checks.opinion import Parcel, compare, differing_names, digest
+from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay import state
+from sdcrun.shim.replay.collect import GradientTable
+from sdcrun.shim.replay.program import FALLBACK, FULL
+from sdcrun.shim.replay.run import NotReplayable, replay
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        return self.b(F.dropout(torch.tanh(self.norm(self.a(x))), 0.3))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def data(seed=1, size=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def test_equal_bits_and_no_trace(net):
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    before = bits(net)
+    hooks = [p._backward_hooks for p in net.parameters()]
+    expected, result = solo.again()
+    assert expected == result.table and len(expected) == 7 and "loss" in expected
+    assert result.losses and result.finite
+    assert same(before, bits(net))
+    assert (net.calls, net.seen) == (1, [1])
+    assert hooks == [None] * 6 == [p._backward_hooks for p in net.parameters()]
+    assert all(p.requires_grad for p in net.parameters())
+    assert solo.parcel().program.kind == FULL
+
+
+def test_recording_itself_changes_nothing():
+    def step(record):
+        torch.manual_seed(0)
+        net = Net()
+        x, y = data()
+        if record:
+            with Solo(net) as solo:
+                F.cross_entropy(solo(x), y).backward()
+        else:
+            F.cross_entropy(net(x), y).backward()
+        return bits(net)
+
+    assert same(step(False), step(True))
+
+
+def test_gradient_of_this_backward_alone(net):
+    """A micro-batch in the middle of an accumulation can be computed again by itself."""
+    with Solo(net, pick=1) as solo:
+        for seed in range(3):
+            x, y = data(seed)
+            F.cross_entropy(solo(x), y).backward()
+    expected, result = solo.again()
+    assert expected == result.table
+    assert solo.parcel().program.position == 1
+
+
+def test_a_flipped_bit_in_a_replay_is_seen(net):
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+
+    def flip(module, args, output):
+        output = output.clone()
+        output.detach().view(torch.int32).view(-1)[0] ^= 1 << 10
+        return output
+
+    handle = net.a.register_forward_hook(state.keep_in_replay(flip))
+    expected, result = solo.again()
+    handle.remove()
+    assert "loss" in differing_names(expected, result.table, ())
+    assert digest(expected, ()) != digest(result.table, ())
+
+
+def test_replay_scope_is_visible_inside_and_only_there(net):
+    seen = []
+    net.a.register_forward_hook(state.keep_in_replay(lambda *args: seen.append(state.replaying())))
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    solo.again()
+    assert seen == [False, True] and not state.replaying()
+
+
+def test_exception_in_a_replay_puts_everything_back(net):
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    parcel = solo.parcel()
+    before = bits(net)
+
+    def fail(module, args):
+        raise RuntimeError("broken device")
+
+    handle = net.b.register_forward_pre_hook(state.keep_in_replay(fail))
+    with pytest.raises(RuntimeError, match="broken device"):
+        replay(parcel.program, solo.guards, {})
+    handle.remove()
+    assert same(before, bits(net)) and net.calls == 1
+    assert not state.replaying() and all(p.requires_grad for p in net.parameters())
+    assert [id(p) for p in net.parameters()] == [id(p) for p in solo.guards[0].parameters.values()]
+    assert replay(parcel.program, solo.guards, {}).table == parcel.expected
+
+
+def test_real_parameters_kept_elsewhere_are_not_reached(net):
+    net.__dict__["hidden"] = [net.b.weight]
+    net.forward = lambda x: F.linear(torch.tanh(net.a(x)), net.hidden[0])
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    before = bits(net)
+    expected, result = solo.again()
+    assert same(before, bits(net))
+    assert [name for name in expected if name not in result.table] == [":b.weight"]
+
+
+def test_onlooking_hooks_do_not_run_again_and_acting_ones_do(net):
+    seen = []
+    net.a.register_forward_hook(lambda module, args, output: seen.append("looked"))
+    net.a.register_forward_hook(lambda module, args, output: seen.append("acted") or output * 2)
+    net.b.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    assert seen == ["looked", "acted", "backward"]
+    expected, result = solo.again()
+    assert expected == result.table
+    assert seen == ["looked", "acted", "backward", "acted"]
+
+
+def test_printing_forward_prints_once(net, capsys):
+    net.a.register_forward_hook(state.keep_in_replay(lambda *args: print("forward")))
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    solo.again()
+    assert capsys.readouterr().out == "forward\n"
+
+
+def test_buffers_grown_by_the_forward_are_gone_afterwards(net):
+    plain = Net.forward
+
+    def forward(x):
+        if "table" not in net._buffers or len(net.table) < len(x):
+            net.register_buffer("table", torch.linspace(0, 1, len(x)), persistent=False)
+        return plain(net, x) * net.table[: len(x), None]
+
+    net.forward = forward
+    x, y = data(size=4)
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    del net._buffers["table"]
+    expected, result = solo.again()
+    assert expected == result.table and "table" not in net._buffers
+
+
+def test_fallback_starts_from_the_gradients_of_the_outputs(net):
+    x, y = data()
+    with Solo(net) as solo:
+        output = solo(x)
+        output.register_hook(lambda gradient: gradient * 0.5)
+        F.cross_entropy(output, y).backward()
+    expected, result = solo.again()
+    assert solo.parcel().program.kind == FALLBACK
+    assert expected == result.table and "output" in expected and "loss" not in expected
+
+
+def test_fallback_is_refused_where_it_would_differ(net):
+    x, y = data()
+    with Solo(net) as solo:
+        output = solo(x)
+        output.register_hook(lambda gradient: gradient * 0.5)
+        (F.cross_entropy(output, y) + net.a.weight.pow(2).sum()).backward()
+    assert "other ways than the module's outputs" in solo.recorder.pack()
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x, y):
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+def test_outputs_that_follow_from_each_other_are_counted_once():
+    torch.manual_seed(0)
+    both = Both()
+    x, y = data()
+    with Solo(both) as solo:
+        out = solo(x, y)
+        out["logits"].register_hook(lambda gradient: None)
+        (out["loss"] + out["logits"].pow(2).mean()).backward()
+    expected, result = solo.again()
+    assert solo.parcel().program.kind == FALLBACK and expected == result.table
+
+
+def test_forward_is_carried_over_an_update_of_another_module():
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
+    x, _ = data()
+    with Solo(maker, judge) as first:
+        fake = first(x)
+        first(fake.detach(), which=1).sum().backward()
+    assert first.recorder.case.program.guards == [1]
+    with torch.no_grad():
+        judge.weight.mul_(0.9)
+    with Solo(before=first) as second:
+        second(fake, which=1).pow(2).sum().backward()
+    expected, result = second.again()
+    assert second.recorder.case.program.guards == [0, 1]
+    assert expected == result.table and {":weight", "module1:weight"} <= set(expected)
+
+
+def test_weights_changed_between_forward_and_backward_decline(net):
+    x, y = data()
+    with Solo(net) as solo:
+        loss = F.cross_entropy(solo(x), y)
+        with torch.no_grad():
+            net.b.bias.mul_(0.9)
+        loss.backward()
+    assert "changed between" in solo.recorder.pack()
+
+
+def test_input_changed_behind_the_version_counter_before_the_loss(net):
+    """Forward and loss use one tensor with other contents, and no counter says so."""
+    x, _ = data()
+    plain, net.forward = net.forward, lambda x: plain(x + 0.0)
+    with Solo(net) as solo:
+        output = solo(x)
+        x.data.mul_(3)
+        (output * x[:, :3]).sum().backward()
+    expected, result = solo.again()
+    assert expected == result.table
+
+
+def test_trouble_while_recording_stays_ours(net, monkeypatch):
+    x, y = data()
+    with Solo(net) as solo:
+        output = solo(x)
+        monkeypatch.setattr(solo.recorder.tape, "pickled", lambda value: 1 / 0)
+        loss = F.cross_entropy(output, y)
+        monkeypatch.undo()
+        loss.backward()
+    assert "ZeroDivisionError" in solo.recorder.case.program.why
+    expected, result = solo.again()
+    assert expected == result.table
+
+
+def test_trouble_before_a_backward_stays_ours(net, monkeypatch):
+    x, y = data()
+    with Solo(net) as solo:
+        monkeypatch.setattr(solo.recorder, "_prepare", lambda *args: 1 / 0)
+        F.cross_entropy(solo(x), y).backward()
+    assert net.a.weight.grad is not None
+    assert "ZeroDivisionError" in solo.recorder.pack()
+
+
+def test_exception_in_the_scripts_backward_passes_and_leaves_no_hooks(net):
+    x, _ = data()
+    with Solo(net) as solo:
+        output = solo(x)
+        output.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+    assert all(p._backward_hooks is None for p in net.parameters())
+    assert solo.recorder.case is None
+
+
+def test_closing_frees_everything(net):
+    import gc
+    import weakref
+
+    x, y = data()
+    with Solo(net) as solo:
+        output = solo(x)
+        loss = F.cross_entropy(output, y)
+        loss.backward()
+    watched = weakref.ref(output)
+    assert solo.recorder.close()
+    del output, loss
+    gc.disable()
+    try:
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_other_module_names_are_not_confused(net):
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    with pytest.raises(NotReplayable, match="no module"):
+        replay(solo.parcel().program, [guard_of(net, "module7")], {})
+
+
+def test_gradients_asked_for_are_kept(net):
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    _, result = solo.again(keep=[":b.bias"], trace=True)
+    assert torch.equal(result.kept[":b.bias"], net.b.bias.grad)
+    assert [what for what, _ in result.trace][:2] == ["what a is given", "the output of a"]
+
+
+def test_damaged_parcel_is_refused(net):
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    solo.parcel()
+    blob = bytearray(Parcel.of(solo.recorder.case).dumps())
+    blob[len(blob) // 2] ^= 1
+    with pytest.raises(ValueError, match="damaged"):
+        Parcel.loads(bytes(blob))
+
+
+def test_comparison_names_differences_in_forward_order(net):
+    x, y = data()
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    parcel = solo.parcel()
+    _, result = solo.again()
+    assert compare(0, 1, "ring", parcel, result, (), str).agrees
+    for name in (":b.bias", ":a.weight", "loss"):
+        result.table[name] = (1, 2)
+    found = compare(0, 1, "ring", parcel, result, (), lambda name: name.lstrip(":"))
+    assert [d.tensor for d in found.differing] == ["a.weight", "b.bias", "loss"]
+    assert found.failed and found.differing_count == 3 and found.loss_agrees is False
+    narrowed = compare(0, 1, "ring", parcel, result, {":b.bias", ":a.weight", "loss"}, str)
+    assert narrowed.agrees and narrowed.loss_agrees is None
+    assert compare(0, 1, "ring", parcel, "no memory", (), str).declined == "no memory"
+
+
+def test_table_sees_gradients_before_the_scripts_hooks():
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.register_hook(lambda gradient: gradient * 10)
+    table = GradientTable(keep=["p"])
+    table.watch("p", parameter)
+    (parameter * 2).sum().backward()
+    table.take()
+    assert torch.equal(table.kept["p"], torch.full((3,), 2.0))
+    assert torch.equal(parameter.grad, torch.full((3,), 20.0))
+    assert len(parameter._backward_hooks) == 1
+
+
+def test_table_counts_repeated_gradients_and_sees_nan():
+    parameter = nn.Parameter(torch.ones(2))
+    table = GradientTable()
+    table.watch("p", parameter)
+    (parameter * 2).sum().backward()
+    (parameter * float("nan")).sum().backward()
+    assert set(table.take()) == {"p", "p#1"}
+    assert not table.finite()
+
+
+def test_torchscript_still_knows_the_patched_function():
+    autograd.install()
+
+    def loss(x: torch.Tensor):
+        torch.autograd.backward([x.sum()], None)
+        return x
+
+    assert "aten::backward" in str(torch.jit.script(loss).graph)
+
+
+def test_undo_restores_torch():
+    autograd.install()
+    patched = torch.autograd.backward
+    autograd.undo()
+    try:
+        assert torch.autograd.backward is not patched
+        assert torch.autograd.backward.__module__ == "torch.autograd"
+        assert not hasattr(torch.autograd.Function.apply, "__wrapped__")
+    finally:
+        autograd.install()
