@@ -18,6 +18,10 @@ RANKS_APART = (
     "Look for code that treats ranks differently: seeds, a load on one rank, weights changed outside the optimizer."
 )
 UNCLEAR = {
+    "checkpoint-withheld": "Go on with the newest safe checkpoint (sdcrun checkpoints); test the machine that saved if "
+                           "it happens again.",
+    "checkpoint-damaged": "Stop and load another checkpoint (sdcrun checkpoints); check the file system and the memory "
+                          "of the machine that read it.",
     "no-majority": "Do not trust weights from this step on: go back to the newest safe checkpoint (see the report).",
     "minority-at-start": RANKS_APART,
     "minority-moves": RANKS_APART,
