@@ -57,9 +57,9 @@ def run(tokens: list[str], seconds: float, environ: Mapping[str, str], folder: s
                 time.sleep(TICK)
                 _read(follower, state)
                 seen = max((a.last_step + 1 for a in state.roster.attempts.values()), default=0)
-                steps = max([seen, *_summed(state)])
-                first_step = time.monotonic() - started if steps and first_step is None else first_step
-                if steps >= ENOUGH_STEPS and len(state.replays.audits) >= ENOUGH_AUDITS:
+                counted = max(_summed(state), default=0)
+                first_step = time.monotonic() - started if seen + counted and first_step is None else first_step
+                if counted >= ENOUGH_STEPS and len(state.replays.audits) >= ENOUGH_AUDITS:
                     break
             _end(child)
         finally:
