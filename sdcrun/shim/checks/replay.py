@@ -12,7 +12,7 @@ from typing import Any
 
 from sdcrun.core import attribute, ballot, schedule, topology
 from sdcrun.core.audit import FIRST, INTERVAL, REQUESTED, RING, TRIAGE, Audit
-from sdcrun.shim import boot, fingerprint
+from sdcrun.shim import boot
 from sdcrun.shim.checks.calibrate import Calibration
 from sdcrun.shim.checks.lastbatch import LastBatches
 from sdcrun.shim.checks.nonfinite import sum_is_finite
@@ -20,6 +20,7 @@ from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.checks.rounds import Rounds
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay.collect import weights_digest
 from sdcrun.shim.replay.determinism import StrictKernels
 from sdcrun.shim.replay.record import Recorder
 from sdcrun.shim.replay.state import replaying
@@ -74,6 +75,7 @@ class Auditor:
         self._window = 1
         self._why: str | None = None
         self._declines = 0
+        self._said: set[str] = set()
         self._strangers = 0
         domains = topology.failure_domains(group.nodes)
         if not topology.replayer_of(range(group.size), domains, group.devices):
@@ -186,7 +188,9 @@ class Auditor:
             return
         reasons = tuple((self.group.ranks[i], text.decode()) for i, text in enumerate(said) if text)
         text = reasons[0][1] if reasons else "unknown"
-        self.group.runtime.limit(f"no replay audit at step {step}: {text}", "replay")
+        if text not in self._said:
+            self._said.add(text)
+            self.group.runtime.limit(f"no replay audit of some steps, the first of them {step}: {text}", "replay")
         self._declines += 1
         if self._declines >= DECLINES and not self._audits:
             self._go_off(text)
@@ -276,9 +280,8 @@ class Auditor:
 
     def _weights(self) -> list[int]:
         """Digest of this rank's weights: replicas that differ cannot compute equal bits."""
-        tensors = [p.detach() for guard in self.guards for p in guard.parameters.values()]
-        rows = fingerprint.fingerprints(tensors)
-        return list(fingerprint.digest(rows, [fingerprint.metadata(tensor) for tensor in tensors]))
+        known = self.recorder.weights if self.recorder is not None and self.recorder.guards == self.guards else None
+        return list(known or weights_digest(self.guards))
 
     def _cause(self, step: int) -> str:
         if not self._auditing:

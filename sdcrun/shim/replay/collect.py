@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from sdcrun.shim.fingerprint import Collector, fingerprints
+from sdcrun.shim.fingerprint import Collector, digest, fingerprints, metadata
 
 Pair = tuple[int, int]
 
@@ -91,6 +91,12 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pairs(rows: torch.Tensor) -> list[Pair]:
     return [(first, second) for first, second in rows.tolist()]
+
+
+def weights_digest(guards: list) -> tuple[int, int]:
+    """One digest of all parameters of these guards, as they are now."""
+    tensors = [parameter.detach() for guard in guards for parameter in guard.parameters.values()]
+    return tuple(digest(fingerprints(tensors), [metadata(tensor) for tensor in tensors]))
 
 
 def values_table(prefix: str, tensors: list[torch.Tensor]) -> dict[str, Pair]:

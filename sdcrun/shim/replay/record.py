@@ -11,26 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
 from sdcrun.shim.replay import compiled, modulestate
-from sdcrun.shim.replay.collect import GradientTable, values_table
+from sdcrun.shim.replay.collect import GradientTable, values_table, weights_digest
+from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
 from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
 from sdcrun.shim.replay.tape import Tape, version_of
-
-
-def collective_counts() -> list[int]:
-    """How many collectives were started on each process group."""
-    counts = []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            counts.append(group._get_sequence_number_for_group())
-        except RuntimeError:
-            counts.append(-1)
-    return counts
 
 
 class Token:
@@ -46,7 +35,7 @@ class Token:
 
 class Case:
     """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
-    roots as numbers; `finite`: those and all gradients were."""
+    roots as numbers; `finite`: those and all gradients were; `weights`: digest of the weights right after it."""
 
     def __init__(self, program: Program, losses: list[float]) -> None:
         self.program = program
@@ -54,6 +43,7 @@ class Case:
         self.finite = True
         self.expected: dict[str, tuple[int, int]] = {}
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.weights: tuple[int, int] | None = None
 
 
 class Recorder:
@@ -70,6 +60,7 @@ class Recorder:
         self.declined: str | None = None
         self.done = False
         self.backwards = 0
+        self.weights: tuple[int, int] | None = None
         self.callbacks: dict[str, Any] = {}
         self._epoch = 0
         self._sentinel: tuple | None = None
@@ -271,7 +262,7 @@ class Recorder:
             elif tape.hooked([*used, *backward.roots]):
                 why = "the script has put a hook on an output or on the loss"
             else:
-                return self._stale(kept) or self._program([*kept, backward], FULL, "")
+                return self._stale(kept) or self._program(roots, [*kept, backward], FULL, "")
         return self._fallback(roots, Backward(create_graph=backward.create_graph), why)
 
     def _fallback(self, roots: list[torch.Tensor], backward: Backward, why: str) -> Program | str:
@@ -284,7 +275,9 @@ class Recorder:
         outs = {ref for ref, _, _, node, _ in self._outputs if node in met}
         calls = [entry for entry in self.tape.entries if isinstance(entry, Call) and outs.intersection(entry.outs)]
         needed = [ref for call in calls for ref in call.uses]
-        kept = prune(self.tape.entries, [*outs, *needed], self.tape.alias)
+        # What follows the last call is the script's own and cannot have changed what the calls computed.
+        last = next(i for i, entry in enumerate(self.tape.entries) if entry is calls[-1])
+        kept = prune(self.tape.entries[: last + 1], [*outs, *needed], self.tape.alias)
         if any(not isinstance(entry, Call) for entry in kept):
             return f"{why}; and one module's input is computed from another's output"
         for ref, tensor, version, node, place in self._outputs:
@@ -293,7 +286,7 @@ class Recorder:
                 if version_of(tensor) == version:
                     backward.outputs.append(ref)
                     self._compared.append(tensor)
-        return self._stale(kept) or self._program([*kept, backward], FALLBACK, why)
+        return self._stale(kept) or self._program(roots, [*kept, backward], FALLBACK, why)
 
     def _stale(self, entries: list[Entry]) -> str | None:
         for entry in entries:
@@ -310,10 +303,11 @@ class Recorder:
 
         return prehook
 
-    def _program(self, entries: list[Entry], kind: str, why: str) -> Program:
+    def _program(self, roots: list[torch.Tensor], entries: list[Entry], kind: str, why: str) -> Program:
         covered = sorted({entry.guard for entry in entries if isinstance(entry, Call)})
         names = [guard.name for guard in self.guards]
-        return Program(entries, {}, names, covered, kind, why, position=self.backwards)
+        own = has_own_functions(roots)
+        return Program(entries, {}, names, covered, kind, why, position=self.backwards, own_functions=own)
 
     def _recorded(self, prepared: Program | str, roots: list, table: GradientTable) -> None:
         gradients = table.take()
@@ -336,6 +330,8 @@ class Recorder:
             case.finite = table.finite() and all(math.isfinite(loss) for loss in case.losses)
             self.case, self.declined = case, None
         if self.backwards > self.pick:
+            if self.case is not None:
+                self.case.weights = weights_digest(self.guards)
             self.finish()
 
     # -- end ----------------------------------------------------------------------------------------------------
@@ -349,6 +345,10 @@ class Recorder:
         program = self.case.program
         if program.externals:
             return None
+        if self.case.weights is not None:
+            self.weights = weights_digest(self.guards)
+            if self.weights != self.case.weights:
+                return "the weights were changed between the recorded backward and the update"
         program.window = max(self.backwards, 1)
         used = {ref for entry in program.entries for ref in entry.uses if ref[0] == "x"}
         backward = program.entries[-1]

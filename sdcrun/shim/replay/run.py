@@ -21,6 +21,7 @@ from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import modulestate
 from sdcrun.shim.replay.collect import GradientTable, dense, values_table
+from sdcrun.shim.replay.collectives import NoCollectives
 from sdcrun.shim.replay.compiled import set_eval_frame
 from sdcrun.shim.replay.determinism import strict_kernels
 from sdcrun.shim.replay.hooks import onlookers_silenced
@@ -95,8 +96,11 @@ class _Run:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(Autocast.off().applied())
             stack.enter_context(_own_cast_cache())
+            if self.program.own_functions:
+                stack.enter_context(NoCollectives())
             if self.program.strict:
                 stack.enter_context(strict_kernels())
+            stack.callback(self.table.drop)
             for place in self._places():
                 self._swap(stack, place)
             for entry in self.program.entries:
@@ -124,11 +128,6 @@ class _Run:
             copies.setdefault(id(buffer), buffer.detach().clone())
             self.buffers.setdefault(place, {})[name] = copies[id(buffer)]
         self.shadows[place] = shadows
-        if place in self.program.guards:
-            for name in guard.parameters:
-                if shadows[name].requires_grad:
-                    self.table.watch(f"{guard.name}:{name}", shadows[name])
-            stack.callback(self.table.drop)
         stack.enter_context(_without_gradients(module))
         stack.enter_context(modulestate.preserved(module))
         stack.enter_context(_reparametrize_module(module, {**shadows, **self.buffers.get(place, {})}))
@@ -238,6 +237,11 @@ class _Run:
             self.result.table.update(values_table("loss", roots))
             self.result.losses = [float(root.detach().sum()) for root in roots]
             self.result.finite &= all(map(all_finite, roots))
+        # Only now: gradients that the script takes by torch.autograd.grad pass the same parameters.
+        for place in self.program.guards:
+            for name in self.guards[place].parameters:
+                if self.shadows[place][name].requires_grad:
+                    self.table.watch(f"{self.guards[place].name}:{name}", self.shadows[place][name])
         with torch.set_grad_enabled(entry.grad_mode):
             autograd.backward_now(roots, gradients, create_graph=entry.create_graph)
 

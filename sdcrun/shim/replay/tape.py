@@ -17,6 +17,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from sdcrun.shim.microbatch import Autocast, Packed, Random, dumps, freeze, pack, tensors_of
 from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay.collectives import NAMESPACES, collective_counts
 from sdcrun.shim.replay.program import Apply, Entry, Gradient, Op, Ref
 
 COPY_UP_TO = 64 << 20
@@ -25,7 +26,6 @@ COPY_UP_TO = 64 << 20
 _numbers = itertools.count()
 
 _PASSING = ("profiler", "prim", "inductor")
-_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -263,7 +263,7 @@ class Tape:
 
     def _begin(self, function: Any, args: tuple, kwargs: dict) -> tuple | None:
         tensors = tensors_of((args, kwargs))
-        if function.namespace in _COLLECTIVE:
+        if function.namespace in NAMESPACES:
             if any(map(self.tracked, tensors)):
                 self._soften(f"a collective operation in the loss: {function}")
             return None
@@ -309,7 +309,7 @@ class Tape:
         name = "a compiled function" if cls.__name__ == "CompiledFunction" else f"{cls.__qualname__}.apply"
         begun = self._guarded(f"a call of {name}", self.pickled, (cls, args, kwargs))
         drawn, modes, grad = Random.now().shipped(), Autocast.now(), torch.is_grad_enabled()
-        result = self._aside(run, cls, *args, **kwargs)
+        result = self._aside(name, run, cls, *args, **kwargs)
 
         def end() -> None:
             blob, uses = begun or (b"", [])
@@ -326,7 +326,7 @@ class Tape:
             return run(outputs, inputs, *args, **kwargs)
         name = "a call of torch.autograd.grad"
         begun = self._guarded(name, self.pickled, (outputs, inputs, args, kwargs))
-        result = self._aside(run, outputs, inputs, *args, **kwargs)
+        result = self._aside(name, run, outputs, inputs, *args, **kwargs)
 
         def end() -> None:
             blob, uses = begun or (b"", [])
@@ -336,13 +336,15 @@ class Tape:
         self._guarded(name, end)
         return result
 
-    def _aside(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Runs something that is one entry as a whole: what happens inside is not recorded."""
-        self.paused = True
+    def _aside(self, name: str, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs something that is one entry as a whole: what happens inside is not recorded, but for collectives."""
+        self.paused, before = True, collective_counts()
         try:
             return run(*args, **kwargs)
         finally:
             self.paused = False
+            if collective_counts() != before:
+                self._soften(f"a collective operation in the loss: {name}")
 
 
 class TapeMode(dispatch.TorchDispatchMode):
