@@ -113,7 +113,8 @@ def test_a_transition_of_an_earlier_save_under_the_same_name_is_not_the_new_one_
     job.hello()
     saved(job, 5, path="/c/last.pt")
     saved(job, 8, path="/c/last.pt")
-    job.emit("checkpoint", "controller", {"path": "/c/last.pt", "step": 5, "id": "id5", "state": "tainted", "reason": ""})
+    late = {"path": "/c/last.pt", "step": 5, "id": "id5", "state": "tainted", "reason": ""}
+    job.emit("checkpoint", "controller", late)
     assert states(job)[0] == {"/c/last.pt": "provisional"}
 
 

@@ -177,15 +177,7 @@ class Keeper:
             boot.trace(f"a checkpoint was not noted: {error!r}")
 
     def _sidecar(self, verdict: Verdict, format: str, state: str, reason: str) -> dict[str, Any]:
-        config, saved, voted = self.runtime.config, verdict.saved, verdict.voted
-        table = {}
-        for name, row in saved.rows.items():
-            dtype, shape, _, nbytes = saved.metas[name]
-            table[name] = {
-                "dtype": dtype.removeprefix("torch."), "shape": list(shape) if isinstance(shape, tuple) else [],
-                "bytes": nbytes, "fingerprint": f"{row[0] & MASK:016x}{row[1] & MASK:016x}",
-                **({"voted": voted[name]} if name in voted else {}),
-            }  # fmt: skip
+        config, saved = self.runtime.config, verdict.saved
         device, audited = self.runtime.device_key, verdict.group.last_clean_audit
         return {
             "schema": SIDECAR_SCHEMA, "sdcrun": __version__, "id": verdict.id, "job": config.job_id,
@@ -194,7 +186,8 @@ class Keeper:
             "parts": [{"place": f.part.place, "kind": f.part.kind, "state": f.state, "step": f.step, "how": f.how,
                        "reason": f.reason} for f in verdict.findings],
             "last_clean_audit": {device: audited} if device is not None and audited is not None else {},
-            "differing": verdict.differing[:16], "table": table, "unreadable": saved.unreadable,
+            "differing": verdict.differing[:16], "table": sidecar_table(saved, verdict.voted),
+            "unreadable": saved.unreadable,
         }  # fmt: skip
 
     def _remember(self, group, step: int | None) -> None:
@@ -269,6 +262,20 @@ class Keeper:
                 "loaded", {"path": os.path.abspath(path), "step": step, "id": sidecar.get("id"),
                            "differing": differing[:16], "count": len(differing)},
             )  # fmt: skip
+
+
+def sidecar_table(saved: Saved, voted: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Name in the file -> {dtype, shape, bytes, fingerprint, voted?} of every tensor of a save; `voted` maps names to
+    those in the ranks' tables."""
+    table = {}
+    for name, row in saved.rows.items():
+        dtype, shape, _, nbytes = saved.metas[name]
+        table[name] = {
+            "dtype": dtype.removeprefix("torch."), "shape": list(shape) if isinstance(shape, tuple) else [],
+            "bytes": nbytes, "fingerprint": f"{row[0] & MASK:016x}{row[1] & MASK:016x}",
+            **({"voted": voted[name]} if name in voted else {}),
+        }  # fmt: skip
+    return table
 
 
 def _frame(path: str) -> str | None:

@@ -179,7 +179,9 @@ def _archive(file: Any, base: int) -> tuple[Any, dict[str, tuple[int, int]]]:
                 name, extra = struct.unpack("<HH", header[26:30])
                 start = base + info.header_offset + 30 + name + extra
                 records[info.filename[len(prefix) + 5 :]] = (start, info.file_size)
-    except (zipfile.BadZipFile, struct.error, EOFError, OverflowError) as error:
+    except (Damaged, NotImplementedError):
+        raise
+    except Exception as error:  # zipfile raises whatever it trips over
         raise Damaged(f"the archive is broken: {error}") from None
     try:
         return inert.read(structure), records
@@ -300,7 +302,7 @@ def _read_folder(folder: str) -> Reading:
     try:
         for index, info in _attributes(metadata)["storage_data"].items():
             where, place = _attributes(index), _attributes(info)
-            name, offset = where["fqn"], where["offset"]
+            name, offset = where["fqn"], where.get("offset")
             if offset is not None and any(_numbers(offset)):
                 reading.opaque.append(name)
                 continue
