@@ -2,7 +2,8 @@
 
 Both get the best of conditions: every rank's local norm of every step, the loss averaged over all ranks, thresholds
 learnt on the same job. The threshold rule (1.5 times the highest healthy score of a warm-up) is AWS's for the outlier
-detector of its reference implementation of silent-corruption checks on SageMaker HyperPod. Pure.
+detector of its reference implementation of silent-corruption checks on SageMaker HyperPod; a loss spike is three
+standard deviations at least. Pure.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, pstdev
+from statistics import linear_regression, median, pstdev
 
 MARGIN = 1.5
+LEAST_SPIKE = 3.0
 
 
 def outlier_scores(norms: Sequence[float]) -> list[float]:
@@ -29,13 +31,16 @@ def outlier_scores(norms: Sequence[float]) -> list[float]:
 
 
 def spike_score(history: Sequence[float], loss: float) -> float:
-    """How many standard deviations `loss` lies above the mean of the losses before it; infinity when not finite."""
+    """How many standard deviations `loss` lies above the straight line through the losses before it (training losses
+    fall, so their mean would hide a spike); infinity when it is not finite."""
     if not math.isfinite(loss):
         return math.inf
-    finite = [value for value in history if math.isfinite(value)]
-    if len(finite) < 2:
+    past = [(at, value) for at, value in enumerate(history) if math.isfinite(value)]
+    if len(past) < 4:
         return 0.0
-    return max(0.0, _ratio(loss - fmean(finite), pstdev(finite)))
+    slope, start = linear_regression(*zip(*past))
+    spread = pstdev([value - (start + slope * at) for at, value in past])
+    return _ratio(loss - (start + slope * len(history)), spread)
 
 
 def _ratio(distance: float, spread: float) -> float:
@@ -90,10 +95,10 @@ class Detectors:
 
 def learn(norms: Sequence[Sequence[float]], losses: Sequence[float]) -> Detectors:
     """The detectors of a healthy warm-up. The losses' window is half of it: the other half gives healthy scores."""
-    window = max(2, len(losses) // 2)
+    window = max(4, len(losses) // 2)
     healthy = [spike_score(losses[i - window : i], losses[i]) for i in range(window, len(losses))]
     return Detectors(
         threshold([score for row in norms for score in outlier_scores(row)]),
-        threshold(healthy),
+        max(LEAST_SPIKE, threshold(healthy)),
         tuple(losses[-window:]),
     )

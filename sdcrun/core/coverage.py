@@ -19,14 +19,15 @@ from sdcrun.core.smoke import BLAMELESS, FaultRow, fault_rows
 from sdcrun.core.state import State
 from sdcrun.core.types import Config, Event
 
-# What became of a cell, the best first. Only the last three of those that hit are failures of a check.
-NAMED, CAUGHT, UNSEEN, UNCHANGED, UNFIRED, WRONG, MISSED, CRASHED = OUTCOMES = (
-    "named", "caught", "unseen", "unchanged", "unfired", "wrong", "missed", "crashed",
+# What became of a cell. Two of them are failures of a check.
+NAMED, CAUGHT, UNSEEN, MASKED, UNCHANGED, UNFIRED, WRONG, MISSED, CRASHED = OUTCOMES = (
+    "named", "caught", "unseen", "masked", "unchanged", "unfired", "wrong", "missed", "crashed",
 )  # fmt: skip
 MEANING = {
     NAMED: "caught, and exactly the right devices named",
     CAUGHT: "caught; who it was could not be told, or nobody was to be named",
     UNSEEN: "no check of this run can see it, by design",
+    MASKED: "it left no trace: every bit of the state after it is the clean run's",
     UNCHANGED: "it fired and changed no value",
     UNFIRED: "it never fired",
     WRONG: "caught, but the device was not named, or another one",
@@ -42,11 +43,13 @@ ALWAYS = ("hello", "guarded", "unguarded", "check_off", "node_up")
 @dataclass(frozen=True)
 class Segment:
     """What all ranks saw in one slot: `losses` averaged over ranks, `norms` of the local gradients per step and rank,
-    `restored`: None where all ranks proved the state equal at its end, else why not."""
+    `restored`: None where all ranks proved that the state could be put back after it, else why not; `states`: a digest
+    per rank of the state at its end, where it is known."""
 
     losses: tuple[float, ...]
     norms: tuple[tuple[float, ...], ...]
     restored: str | None = None
+    states: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; numbers that are not finite as text."""
@@ -54,6 +57,7 @@ class Segment:
             "losses": [_put(value) for value in self.losses],
             "norms": [[_put(value) for value in row] for row in self.norms],
             "restored": self.restored,
+            "states": None if self.states is None else list(self.states),
         }
 
     @classmethod
@@ -63,6 +67,7 @@ class Segment:
             tuple(float(value) for value in values["losses"]),
             tuple(tuple(float(value) for value in row) for row in values["norms"]),
             values.get("restored"),
+            None if values.get("states") is None else tuple(values["states"]),
         )
 
 
@@ -95,7 +100,9 @@ def _together(rows: Sequence[dict[str, Any]]) -> Segment:
     losses = [[float(row["losses"][step]) for row in rows] for step in range(steps)]
     norms = [tuple(float(row["norms"][step]) for row in rows) for step in range(steps)]
     why = next((str(row["restored"]) for row in rows if row["restored"] is not None), None)
-    return Segment(tuple(sum(row) / len(row) for row in losses), tuple(norms), why)
+    states = tuple(row.get("state") for row in rows)
+    known = None if None in states else states
+    return Segment(tuple(sum(row) / len(row) for row in losses), tuple(norms), why, known)
 
 
 def judge(cell: Cell, slot: int, first: int, last: int, config: Config, events: Iterable[Event]) -> dict[str, Any]:
@@ -177,6 +184,8 @@ def compare(result: dict[str, Any], found: Segment, clean: Segment, detectors: D
     norm = _beyond(detectors.norm_alarms(found.norms), detectors.norm_alarms(clean.norms))
     spike = _beyond(detectors.loss_alarms(found.losses), detectors.loss_alarms(clean.losses))
     right = {rank for alarm in norm for rank in alarm.ranks}
+    if result["outcome"] in (MISSED, UNSEEN) and found.states is not None and found.states == clean.states:
+        result = result | {"outcome": MASKED, "reason": MEANING[MASKED]}
     return result | {
         "loss": _put(end), "clean_loss": _put(healthy),
         "worst_loss_gap": _put(max((abs(a - b) for a, b in zip(found.losses, clean.losses)), default=math.nan)),

@@ -13,13 +13,18 @@ from sdcrun.core.state import State
 from sdcrun.core.types import Finding, Verdict
 
 BLAMELESS = ("allreduce", "input")
+STOPPED = "the policy stopped the job before its step"
+NOT_NAMED = "it was caught, but the device was not named"
+ACCUSED = "a device was accused of what no device did"
+MISSED = "it fired and was not caught (of a low bit, rounding may have left nothing to catch)"
 
 
 @dataclass(frozen=True)
 class FaultRow:
     """What became of one fault. `fired` counts firings in training (not those in replays); `step`, `rank` are the first
-    one's. `after_steps` is the distance from the last firing before it to the finding that caught it. `named_right` is
-    None where nobody could be named. `problem` says in words what went wrong, None when all is well."""
+    one's. `after_steps` is the distance from the first firing that changed something to the finding that caught it: how
+    long it went unnoticed. `named_right` is None where nobody could be named. `problem` says in words what went wrong,
+    None when all is well."""
 
     spec: str
     fired: int
@@ -72,14 +77,24 @@ def _unfired(state: State, position: int) -> str:
     return "it never fired (no such step, rank or tensor?)" if guarded else "it never fired: no rank was guarded"
 
 
+def _to_come(state: State, text: str) -> bool:
+    """Whether the job ended before the first step of a fault."""
+    last = state.roster.last
+    try:
+        return last is not None and faultspec.parse(text).first >= last.last_step
+    except faultspec.FaultSpecError:
+        return False
+
+
 def _row(
     state: State, position: int, text: str, firings: list[Firing], caught: list[tuple[Finding, list[Firing]]]
 ) -> FaultRow:
     trained = sorted((f for f in firings if f.phase == "step"), key=lambda f: (f.attempt, f.step, f.rank))
     first = trained[0] if trained else None
     if first is None:
-        gone = None if state.stop else _unfired(state, position)
-        return FaultRow(text, 0, None, None, None, None, None, None, gone)
+        stopped = state.stop is not None and _to_come(state, text)
+        gone = None if stopped else _unfired(state, position)
+        return FaultRow(text, 0, None, None, None, None, None, STOPPED if stopped else None, gone)
     unseen = _unseen(state, text, first)
     checkpoint = _caught_at_checkpoint(state, first) if first.site == "checkpoint" else None
     if checkpoint is not None:
@@ -89,12 +104,14 @@ def _row(
             text, len(trained), first.step, first.rank, None, None, None, None, "it fired but changed no value"
         )
     if not caught:
-        problem = None if unseen and faultspec.SEEN not in unseen else "it fired and was not caught"
+        problem = None if unseen and faultspec.SEEN not in unseen else MISSED
         return FaultRow(text, len(trained), first.step, first.rank, None, None, None, unseen, problem)
-    finding, why = caught[0]
-    after = finding.step - max(f.step for f in why)
+    finding = caught[0][0]
+    before = [f.step for f in trained if f.effective and f.attempt == finding.attempt and f.step <= finding.step]
+    after = finding.step - min(before, default=finding.step)
     named = _named_right(state, trained, [finding for finding, _ in caught], first, unseen)
-    problem = None if named is not False or unseen else "it was caught, but the device was not named"
+    excused = unseen and first.site not in BLAMELESS
+    problem = None if named is not False or excused else NOT_NAMED if first.site not in BLAMELESS else ACCUSED
     return FaultRow(text, len(trained), first.step, first.rank, finding.check, after, named, unseen, problem)
 
 

@@ -42,8 +42,9 @@ left       {group: key, first: first rank of it, rank, version, digests: {table:
            rank
            held when it left, so that the rank that saves last need not ask it
 selftest   {check: nonfinite|replay|weights|ballot, passed: bool, text}   --sdc-selftest, one per check, by each rank
-segment    {slot, group, rank, losses: [..], norms: [..], restored: null|why not}   a campaign's launch: what this rank
-           saw in one slot of it, step by step, and whether it could put the state back after it; slot -1: warm-up
+segment    {slot, group, rank, losses: [..], norms: [..], state: digest|null, restored: null|why not}   a campaign's
+           launch: what this rank saw in one slot, step by step, its state at the end, whether it could put back the
+           one from before the slot; slot -1 is the warm-up
 bye        {reason: "end"|"destroyed"|"exception", steps: int}
 
 From a supervisor ("node:<host>:<pid>"):  node_up {host, node|null, nnodes, nproc|null, command: [argv], versions,

@@ -16,6 +16,7 @@ from sdcrun.core.coverage import (
     CRASHED,
     FAILED,
     HIT,
+    MASKED,
     MISSED,
     NAMED,
     OUTCOMES,
@@ -80,6 +81,7 @@ def _totals(rows: list[dict[str, Any]]) -> dict[str, int]:
         "missed": sum(row["outcome"] == MISSED for row in rows),
         "wrong": sum(row["outcome"] == WRONG for row in rows),
         "unseen": sum(row["outcome"] == UNSEEN for row in rows),
+        "masked": sum(row["outcome"] == MASKED for row in rows),
     }
 
 
@@ -174,6 +176,8 @@ def headline(data: dict[str, Any]) -> tuple[str, str]:
         f"exactly the right device was named. {own['missed']} missed, {own['wrong']} without the right name, "
         f"{own['unseen']} that no check can see by design."
     )
+    if own["masked"]:
+        text += f" {own['masked']} more left no trace: every bit after them is the clean run's."
     if data["outcomes"][UNFIRED]:
         text += f" {data['outcomes'][UNFIRED]} never fired."
     text += (

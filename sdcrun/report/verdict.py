@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdcrun.core import words
+from sdcrun.core.smoke import BLAMELESS
 
 EXPLAINED = ("clean-after-triage", "amp-overflow", "not-hardware")
 GOOD, WATCH, BAD = "good", "watch", "bad"
@@ -74,7 +75,9 @@ def _smoke_text(report: dict[str, Any]) -> str:
     named = sum(1 for row in rows if row["named_right"])
     if caught == named == len(rows):
         what = "The injected fault was" if caught == 1 else f"All {caught} injected faults were"
-        return f"{what} caught, and exactly the right device{'' if caught == 1 else 's'} named."
+        nobody = all(row["spec"].startswith(BLAMELESS) for row in rows)
+        right = "nobody was accused of it" if nobody else f"exactly the right device{'' if caught == 1 else 's'} named"
+        return f"{what} caught, and {right}."
     text = f"{caught} of {words.count(len(rows), 'injected fault')} caught, the right devices named for {named}."
     unseen = sum(1 for row in rows if row["by_design_unseen"] and not row["named_right"])
     return text + (f" For {unseen} no check of this run could have done it." if unseen else "")

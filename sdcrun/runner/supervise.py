@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdcrun import config as configuration
-from sdcrun.core.types import Config
+from sdcrun.core.types import Config, ExitCode
 from sdcrun.errors import UsageError
 from sdcrun.runner import agents, environment, inventory, jobfolder, localnodes
 from sdcrun.runner.banner import banner
@@ -206,13 +206,20 @@ class Supervisor:
         self.live.end()
         self.agents.explain()
         if self.control is None:
-            return code
+            return self._unproven(code)
         try:
             return self._close_record(code)
         except Exception as error:
             self.voice.warn(f"the record could not be closed ({type(error).__name__}: {error})")
             return code
+            return self._unproven(code)
 
+    def _unproven(self, code: int) -> int:
+        """The exit code of a run without a record: one with --inject-fault has then proven nothing."""
+        if code or not self.config.faults:
+
+        self.voice.warn("--inject-fault: without a record nobody can say whether the faults were caught")
+        return ExitCode.INJECTION_FAILED
     def _close_record(self, code: int) -> int:
         from sdcrun.runner import record
 

@@ -85,7 +85,8 @@ class Campaign:
             if self.restore:
                 self.snapshot = Snapshot(group)
         elif slot > 0 and within == 0 and slot <= self.slots:
-            self._tell(slot - 1, self._put_back() if slot < self.slots else None)
+            state = self._state()
+            self._tell(slot - 1, self._put_back() if slot < self.slots else None, state)
             if slot == self.slots:
                 self._end()
 
@@ -107,12 +108,20 @@ class Campaign:
             clock.written()
             clock.end()
 
-    def _tell(self, slot: int, restored: str | None) -> None:
+    def _state(self) -> str | None:
+        """A text for every bit of what training has changed."""
+        try:
+            return self.snapshot.digest() if self.snapshot is not None else None
+        except Exception as error:
+            boot.trace(f"no digest of the state: {error!r}")
+            return None
+
+    def _tell(self, slot: int, restored: str | None, state: str | None = None) -> None:
         self._told = slot
         self.runtime.emit(
             "segment",
             {"slot": slot, "group": list(self.group.ranks), "rank": self.runtime.rank, "losses": self.losses,
-             "norms": self.norms, "restored": restored},
+             "norms": self.norms, "restored": restored, "state": state},
         )  # fmt: skip
         self.losses, self.norms = [], []
 
@@ -125,7 +134,7 @@ class Campaign:
         self._step_ended()
         slot, within = divmod(self.group.step - self.warmup, self.horizon)
         if within == 0 and slot - 1 > self._told and slot <= self.slots:
-            self._tell(slot - 1, None)
+            self._tell(slot - 1, None, self._state())
 
     def _end(self) -> None:
         """All ranks leave together: one that goes early would break what another one still waits for."""

@@ -11,16 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from sdcrun.core import words
-from sdcrun.core.coverage import CAUGHT, CRASHED, MEANING, MISSED, NAMED, UNCHANGED, UNFIRED, UNSEEN, WRONG
+from sdcrun.core.coverage import CAUGHT, CRASHED, MASKED, MEANING, MISSED, NAMED, UNCHANGED, UNFIRED, UNSEEN, WRONG
 from sdcrun.report.coverage import headline
 from sdcrun.report.verdict import LEVEL_STYLES
 
 WIDTH = 100
 MAX_ROWS = 200
-SIGNS = {NAMED: "#", CAUGHT: "+", UNSEEN: "-", UNCHANGED: "=", UNFIRED: "?", WRONG: "W", MISSED: "M", CRASHED: "C"}
+SIGNS = {
+    NAMED: "#", CAUGHT: "+", UNSEEN: "-", MASKED: "o", UNCHANGED: "=", UNFIRED: "?", WRONG: "W", MISSED: "M",
+    CRASHED: "C",
+}  # fmt: skip
 STYLES = {
-    NAMED: "green", CAUGHT: "green", UNSEEN: "yellow", UNCHANGED: "dim", UNFIRED: "dim", WRONG: "bold red",
-    MISSED: "bold red", CRASHED: "bold magenta",
+    NAMED: "green", CAUGHT: "green", UNSEEN: "yellow", MASKED: "dim", UNCHANGED: "dim", UNFIRED: "dim",
+    WRONG: "bold red", MISSED: "bold red", CRASHED: "bold magenta",
 }  # fmt: skip
 HIT, QUIET = "x", "."
 
@@ -58,6 +61,12 @@ def _write(console: Console, data: dict[str, Any]) -> None:
     ))  # fmt: skip
     _section(console, "Caught by", _comparison(data))
     _section(console, "By site and kind", _groups(data))
+    console.print(Text(
+        "steps: from the firing to the finding (median). norm, spike: caught by the outlier of gradient norms, by the "
+        "loss spike. loss off by: largest distance from the clean run in the cell; a skipped step leaves it one update "
+        "behind.",
+        "dim",
+    ))  # fmt: skip
     if data["bits"]:
         _section(console, "Bit by bit", None)
         _bits(console, data["bits"])
@@ -105,16 +114,16 @@ def _limit(value: float | None, unit: str) -> str:
 
 
 def _groups(data: dict[str, Any]) -> Table:
-    table = _table("site", "kind", "when", "fired", "caught", "named", "missed", "unseen", "steps", "norm", "spike",
-                   "loss off by")  # fmt: skip
+    table = _table("site", "kind", "when", "fired", "caught", "named", "missed", "unseen", "masked", "steps", "norm",
+                   "spike", "loss off by")  # fmt: skip
     for row in data["groups"]:
         bad = row["missed"] + row["wrong"]
         steps = "-" if row["steps"] is None else _steps(row["steps"], row["worst_steps"])
         table.add_row(
             row["site"], row["kind"], row["persistence"], str(row["fired"]), Text(str(row["caught"])),
             str(row["named"]), Text(str(bad), "bold red" if bad else "dim"),
-            Text(str(row["unseen"]), "yellow" if row["unseen"] else "dim"), steps, str(row["norm"]), str(row["loss"]),
-            gap(row["worst_loss_gap"]),
+            Text(str(row["unseen"]), "yellow" if row["unseen"] else "dim"), str(row["masked"]), steps, str(row["norm"]),
+            str(row["loss"]), gap(row["worst_loss_gap"]),
         )  # fmt: skip
     return table
 
@@ -134,10 +143,12 @@ def _bits(console: Console, groups: list[dict[str, Any]]) -> None:
     signs = ", ".join(f"{sign} {MEANING[outcome]}" for outcome, sign in SIGNS.items())
     console.print(Text(f"{signs}; {HIT} alarm, {QUIET} none", "dim"))
     for group in groups:
-        bits = sorted(group["outcomes"], key=int, reverse=True)
+        bits = sorted(group["outcomes"], reverse=True)
         title = f"{group['site']} {' '.join(f'{k}={v}' for k, v in group['values'].items())} {group['persistence']}"
         console.print()
-        console.print(Text(f"{words.clean(title, 80)}   bits {bits[0]} to {bits[-1]}"))
+        whole = bits[0] - bits[-1] == len(bits) - 1
+        named = f"{bits[0]} to {bits[-1]}" if whole else " ".join(map(str, bits))
+        console.print(Text(f"{words.clean(title, 60)}   bits {named}"))
         own = Text("  sdcrun       ")
         for bit in bits:
             own.append(SIGNS[group["outcomes"][bit]], STYLES[group["outcomes"][bit]])

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from sdcrun.core import words
 from sdcrun.core.roster import MAX_PEERS
+from sdcrun.core.smoke import BLAMELESS
 from sdcrun.report.verdict import LEVEL_STYLES, counts, headline, next_command
 
 PLAIN_WIDTH = 100
@@ -226,7 +227,10 @@ def _injected(report: dict[str, Any]) -> list[Any]:
     rows = [tuple(Text(text, "dim") for text in head)]
     for row in report["injected"][:MAX_ROWS]:
         named = {True: "yes", False: "NO", None: "-"}[row["named_right"]]
-        note = row["problem"] or (f"unseen by design: {row['by_design_unseen']}" if row["by_design_unseen"] else "ok")
+        if named == "yes" and row["spec"].startswith(BLAMELESS):
+            named = "nobody"
+        unseen = "seen, not named" if row["caught_by"] else "unseen by design" if row["fired"] else "not reached"
+        note = row["problem"] or (f"{unseen}: {row['by_design_unseen']}" if row["by_design_unseen"] else "ok")
         after = "-" if row["after_steps"] is None else words.count(row["after_steps"], "step")
         cells = (words.clean(row["spec"], 60), f"{row['fired']:,}×", row["caught_by"] or "nothing", after, named, note)
         style = "red" if row["problem"] else "yellow" if row["by_design_unseen"] else "green"
