@@ -8,6 +8,10 @@ from sdcrun.core import words
 from sdcrun.core.smoke import BLAMELESS
 
 EXPLAINED = ("clean-after-triage", "amp-overflow", "not-hardware")
+CHECKPOINTS = {
+    "checkpoint-damaged": "loaded that did not hold what was saved: stop and load another one.",
+    "checkpoint-withheld": "not what the ranks agree on, and so withheld (sdcrun checkpoints).",
+}
 GOOD, WATCH, BAD = "good", "watch", "bad"
 LEVEL_STYLES = {GOOD: "bold green", WATCH: "bold yellow", BAD: "bold red"}
 
@@ -52,6 +56,10 @@ def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
     if any(f["rule"] == "no-majority" for f in report["findings"] if not f["injected"]):
         return BAD, "The replicas differ and no version has a majority: do not trust the weights of this run."
     left = [f for f in report["findings"] if f["verdict"] not in EXPLAINED and not f["injected"]]
+    for rule, what in CHECKPOINTS.items():
+        found = sum(f["rule"] == rule for f in left)
+        if found:
+            return BAD, f"{words.count(found, 'checkpoint')} {what}"
     if left:
         steps = words.count(len({(f["attempt"], f["step"]) for f in left}), "step")
         named = [s for s in suspects if not s["strikes"]]

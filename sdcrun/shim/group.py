@@ -133,6 +133,8 @@ class GuardGroup:
             self.weights.forget()
 
     def _drop(self, guard) -> None:
+        # Most scripts drop their module at the end: the rank that saves after that must still hear what it held.
+        self.runtime.keeper.questions.leave(self)
         self.guards.remove(guard)
         # A script that wraps its module anew has both guards for a while: what the later one took over stays with it.
         for parameter in guard.parameters.values():

@@ -26,17 +26,18 @@ from sdcrun.shim.checks.weights import WeightVote
 QUERY = "weights"
 PAGE = 4096
 SHORT = 0.5
+LEAVE_SECONDS = 1.0
 WITNESS_ROWS = 2048
 
 
 @dataclass
 class Answer:
-    """What the ranks said. `tables` has the majority's table by kind; `dissent` rank -> number of tensors in which its
-    own table differs from it, and `named` the first of those; `why` says why there is no answer."""
+    """What the ranks said, by kind: `tables` has the majority's table, `dissent` rank -> number of tensors in which its
+    own table differs from it, `named` those tensors. `why` says why there is no answer."""
 
     tables: dict[str, Table] = field(default_factory=dict)
-    dissent: dict[int, int] = field(default_factory=dict)
-    named: list[str] = field(default_factory=list)
+    dissent: dict[str, dict[int, int]] = field(default_factory=dict)
+    named: dict[str, list[str]] = field(default_factory=dict)
     why: str | None = None
 
 
@@ -161,12 +162,14 @@ class Questions:
             return None
         rows = self._all_rows(group, version, kind, mine, digests)
         result = weight_vote(rows, mine.names)
-        for name, minority in result.minority.items():
-            answer.named.append(name)
+        dissent = answer.dissent.setdefault(kind, {})
+        answer.named[kind] = [*result.minority, *result.no_majority]
+        for minority in result.minority.values():
             for rank in minority:
-                answer.dissent[rank] = answer.dissent.get(rank, 0) + 1
-        if result.no_majority or set(rows) != set(digests):
-            answer.named.extend(result.no_majority)
+                dissent[rank] = dissent.get(rank, 0) + 1
+        if set(rows) != set(digests):
+            return f"{_ranks(sorted(set(digests) - set(rows)))} holds other {_word(kind)}, which ones is not known"
+        if result.no_majority:
             return f"the ranks' {_word(kind)} differ and no version has a majority"
         majority = next(rank for rank in group.ranks if digests[rank] == best)
         table = dict(zip(mine.names, rows[majority]))
@@ -208,16 +211,18 @@ class Questions:
 
     # -- leaving ----------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Says once per version what this rank holds, before it can no longer be asked."""
-        for group in self.runtime.groups.values():
+    def leave(self, only=None) -> None:
+        """Says once per version what this rank holds, before it can no longer be asked: at exit, and when the script
+        drops its module (then of that group alone). Never raises."""
+        for group in [only] if only is not None else list(self.runtime.groups.values()):
             version = group.weights_clock.version
-            if group.size < 2 or group.off_reason is not None or version in (0, group.left_version):
+            if group.size < 2 or group.off_reason is not None or version in (0, group.left_version) or not group.guards:
                 continue
             group.left_version = version
             try:
+                # Both at once: what one part of a save needs must be of the same moment as the other.
                 kinds = ["weights", "optimizer"]
-                tables = group.snapshots.read(version, kinds, 1.0)
+                tables = group.snapshots.read(version, kinds, LEAVE_SECONDS)
                 short = all(len(table.names) <= WITNESS_ROWS for table in tables.values())
                 rows = {kind: _rows_text(tables[kind].rows) for kind in kinds} if short and group.rank in (1, 2) else {}
                 digests = {kind: _digest(tables[kind]) for kind in kinds}

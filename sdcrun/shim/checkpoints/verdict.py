@@ -180,12 +180,12 @@ class Judge:
     def _answered(self, saved: Saved, part: Part, moving: set[str], answer: Answer, group) -> Finding:
         table = answer.tables.get(part.kind)
         if table is None:
-            few = answer.dissent and all(2 * n < len(part.leaves) for n in answer.dissent.values())
-            if few:
+            if any(2 * n < len(part.leaves) for n in answer.dissent.get(part.kind, {}).values()):
                 group.wanted.add("vote")
             return _other(part, answer.why or "nobody could say")
         comparison = compare(saved, part.leaves, table)
-        if answer.dissent:
+        dissent = answer.dissent.get(part.kind, {})
+        if dissent:
             group.wanted.add("vote")
         if not comparison.good:
             if comparison.same_weights(saved, part.leaves, moving):
@@ -193,13 +193,13 @@ class Judge:
             return _other(part, f"this rank's {_kind(part)} are not those of the other ranks: swapped or loaded on "
                                 "purpose, most likely", table.step)  # fmt: skip
         count = len(table.rows)
-        few = {rank: number for rank, number in answer.dissent.items() if 2 * number <= count}
+        few = {rank: number for rank, number in dissent.items() if 2 * number <= count}
         if few:
             finding = _good(part, comparison)
             finding.state = WITHHELD
             finding.reason = (
-                f"rank {min(few)} holds other {_kind(part)} than the majority ({', '.join(answer.named[:3])}); "
-                "its wrong gradients may be in these already"
+                f"rank {min(few)} holds other {_kind(part)} than the majority "
+                f"({', '.join(answer.named[part.kind][:3])}): its wrong gradients may be in these already"
             )
             return finding
         return _good(part, comparison)

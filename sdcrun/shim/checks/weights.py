@@ -109,11 +109,12 @@ class WeightVote:
         self.group.emit("check_off", {"check": "weights", "reason": reason, "step": step})
 
     def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters of all guarded modules by their names in events."""
         return {
             guard.qualified(name): parameter.detach()
-            for guard in self.group.guards if guard.ddp is not None
+            for guard in self.group.guards
             for name, parameter in guard.parameters.items()
-        }  # fmt: skip
+        }
 
     def _agree(self, table: Table, step: int, phase: int) -> bool:
         words = ballot.digest_words(table.read(), ballot.tag(step, 0, phase))
