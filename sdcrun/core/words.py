@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import unicodedata
+from datetime import datetime, timezone
 from typing import Any
 
 from sdcrun.core.types import Device, Finding, Verdict
@@ -42,6 +43,16 @@ def clean(text: Any, limit: int = LIMIT) -> str:
         for c in str(text)[: limit + 1]
     )
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def moment(time: Any) -> str | None:
+    """A time in seconds since the epoch as people write it (UTC, to the second); None for what is no time."""
+    if not isinstance(time, (int, float)):
+        return None
+    try:
+        return datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def names(items: list[Any] | tuple[Any, ...], show: int = 3) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime, timezone
 from typing import Any
 
 from sdcrun.core import checkpoints, decide, policy, selftests, words
@@ -43,8 +42,8 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
         "job_id": str(state.config.job_id or job.get("job_id") or ""),
         "status": where,
         "exit_code": _exit_code(state),
-        "started_at": _iso(state.first_time if state.first_time is not None else job.get("created_at")),
-        "ended_at": _iso(max(end["time"] for end in state.ends.values())) if state.ends else None,
+        "started_at": words.moment(state.first_time if state.first_time is not None else job.get("created_at")),
+        "ended_at": words.moment(max(end["time"] for end in state.ends.values())) if state.ends else None,
         "attempts": len([a for a in state.roster.attempts.values() if a.places]),
         "command": _command(state, job),
         "versions": _versions(state, attempt, job),
@@ -76,15 +75,6 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
         "selftest": selftests.summary(state),
         "limits": [*limits(state, attempt, unguarded, where), *notes],
     }
-
-
-def _iso(time: Any) -> str | None:
-    if not isinstance(time, (int, float)):
-        return None
-    try:
-        return datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    except (ValueError, OverflowError, OSError):
-        return None
 
 
 def _exit_code(state: State) -> int | None:

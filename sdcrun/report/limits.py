@@ -34,9 +34,10 @@ def _blindness(state: State, unguarded: list[dict[str, Any]], status: str) -> li
     if status == "running":
         found.append("No end is on record: the job still runs, or everything was killed at once.")
     for blind in state.blind:
+        until = words.moment(blind.get("until")) or "the end"
         found.append(
-            f"The controller was blind from {words.clean(blind.get('since'))} to {words.clean(blind.get('until'))}"
-            f": {words.clean(blind.get('reason'))}."
+            f"The controller was blind for {_who(blind)} from {words.moment(blind.get('since')) or '?'} to {until}: "
+            f"{words.clean(blind.get('reason'), 400)}."
         )
     if state.gaps:
         found.append(
@@ -49,6 +50,13 @@ def _blindness(state: State, unguarded: list[dict[str, Any]], status: str) -> li
         )
         found.append(f"Events that could not be understood: {kinds}.")
     return found
+
+
+def _who(blind: dict[str, Any]) -> str:
+    """Those it did not hear; itself stands for all."""
+    sources = [source for source in blind.get("sources") or [] if source != "controller"]
+    more = (blind.get("count") or 0) - len(blind.get("sources") or [])
+    return (words.names(sources, 8) + (f" and {more} more" if more > 0 else "")) if sources else "all"
 
 
 def _intervals(state: State, attempt: Attempt | None) -> list[str]:

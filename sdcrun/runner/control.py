@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdcrun.core.types import Config
+from sdcrun.runner import forward
 from sdcrun.runner.children import Child, Children
 from sdcrun.runner.speak import Voice
 from sdcrun.wire.link import Link
-from sdcrun.wire.runtime import read_runtime
+from sdcrun.wire.opening import answers
+from sdcrun.wire.runtime import checked_address, read_runtime, write_runtime
 
 QUICK_DEATH = 2.0
 MOST_QUICK_DEATHS = 10
@@ -24,7 +26,8 @@ class Control:
     """The controller process and the supervisor's own link to the job's controller.
 
     `runtime` is the file that tells ranks and supervisor where the controller listens; a rank that chose the controller
-    of another node writes that one's address to `runtime`.job, which then counts. `reach` is the address under which
+    of another node writes that one's address to `runtime`.job, which then counts; in `runtime`.next is the one that
+    would follow it. `reach` is the address under which
     other nodes reach this one, None when the whole job is on this host.
     """
 
@@ -38,6 +41,7 @@ class Control:
         reach: str | None,
     ) -> None:
         self._runtime, self._children, self._voice, self._environ = runtime, children, voice, environ
+        self._job_dir = config.job_dir
         self._command = ["--runtime", runtime, "--job-dir", config.job_dir]
         self._command += ["--bind", "0.0.0.0", "--host", reach] if reach else []
         self._child: Child | None = None
@@ -64,6 +68,15 @@ class Control:
         """Make the supervisor's link; `stop` is called (in the link's thread) when the controller ends the job."""
         self.link = Link(config, source, self.address)
         self.link.on("stop", stop)
+        self.link.on("next", self._told_next)
+
+    def _told_next(self, address: Any) -> None:
+        """In the link's thread: who has a copy of the record, or that nobody has one any more."""
+        follower = checked_address(address)
+        if follower is not None:
+            write_runtime(self._runtime + ".next", **follower)
+        else:
+            _unlink(self._runtime + ".next")
 
     def address(self) -> dict[str, Any] | None:
         """Where the job's controller listens; None while the ranks have not chosen one of several."""
@@ -79,10 +92,18 @@ class Control:
         address = self.address() if self._offered else None
         return address is not None and address == read_runtime(self._runtime)
 
-    def settle(self, leader: bool) -> None:
-        """The ranks have ended; if they never chose a controller, that of the leading node keeps the record."""
-        if leader and self.address() is None:
-            self._own_counts = True
+    def settle(self, leader: bool) -> bool:
+        """The ranks have ended. If they never chose a controller, that of the leading node keeps the record; if theirs
+        is lost, the one that has the copy does. True when that has become ours just now."""
+        chosen = self.address()
+        if chosen is None:
+            self._own_counts = leader
+            return False
+        follower = read_runtime(self._runtime + ".next")
+        if self.ours or follower is None or answers(chosen):
+            return False
+        write_runtime(self._runtime + ".job", **follower)
+        return self.ours
 
     def ended(self, child: Child) -> None:
         """The controller's process has ended: have it started again, unless it was to end."""
@@ -112,8 +133,12 @@ class Control:
             return
 
         def work(link: Link) -> None:
-            ours, reachable = self.ours and not self._given_up, self.address() is not None
+            address = self.address()
+            ours, reachable = self.ours and not self._given_up, address is not None
+            if address is not None and not ours:
+                forward.spools(self._job_dir, address, link.spool_path, timeout / 2)
             done = link.finish(timeout) if ours else link.close(timeout if reachable else 0.0)
+            forward.tidy(self._job_dir)
             self._finished.append(done)
 
         threading.Thread(target=work, args=(self.link,), name="sdcrun-finish", daemon=True).start()
@@ -140,11 +165,15 @@ class Control:
                     while child.code is None and time.monotonic() < until:
                         self._children.reap(0.0)
                         time.sleep(0.02)
-        for path in (self._runtime, self._runtime + ".job"):
-            try:
-                os.unlink(path)
-            except OSError:
-                pass
+        for path in (self._runtime, self._runtime + ".job", self._runtime + ".next"):
+            _unlink(path)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
 
 
 def is_here(host: str) -> bool:

@@ -23,9 +23,10 @@ from typing import BinaryIO
 from sdcrun.core import decide
 from sdcrun.core.codec import encode_message
 from sdcrun.core.types import Config
-from sdcrun.report.store import EventLog
+from sdcrun.report.store import EVENTS, EventLog
 from sdcrun.runner.controllerlog import ControllerLog
 from sdcrun.runner.conversation import Conversation
+from sdcrun.runner.follower import Follower
 from sdcrun.runner.intake import Decide, Intake
 from sdcrun.runner.server import Server, listen
 from sdcrun.wire.runtime import new_secret, read_runtime, write_runtime
@@ -40,10 +41,12 @@ class Controller:
     """One job's controller on an open listening socket. `run` returns the exit code."""
 
     def __init__(
-        self, config: Config, listener: socket.socket, secret: str, log: ControllerLog, machine: Decide
+        self, config: Config, listener: socket.socket, secret: str, log: ControllerLog, machine: Decide, runtime: str
     ) -> None:
-        self._intake = Intake(config, machine, lambda: open_record(config.job_dir), log.say, log.log)
+        self._follower = Follower(runtime, os.path.join(config.job_dir, EVENTS), log.log)
+        self._intake = Intake(config, machine, self._open_record, log.say, log.log, socket.gethostname())
         self._conversation = Conversation(config, self._intake, log.say, log.log)
+        self._job_dir = config.job_dir
         self._server = Server(listener, secret, self._conversation, log.log)
         self._conversation.server = self._server
 
@@ -51,6 +54,10 @@ class Controller:
     def port(self) -> int:
         """Where it listens."""
         return self._server.address[1]
+
+    def _open_record(self) -> tuple[EventLog, Iterator[bytes]]:
+        self._follower.take_over()
+        return open_record(self._job_dir)
 
     def terminate(self) -> None:
         """Finish soon: what the ranks that end now still send is taken, then their spools."""
@@ -60,6 +67,7 @@ class Controller:
     def run(self) -> int:
         """Serve until told to finish. 0: all is on record; 1: it could not be written."""
         talk = self._conversation
+        self._follower.start()
         tick_at = time.monotonic() + TICK_EVERY
         while not self._finished():
             self._server.turn(min(0.25, max(0.0, tick_at - time.monotonic())))
@@ -67,6 +75,8 @@ class Controller:
                 tick_at = time.monotonic() + TICK_EVERY
                 talk.tick()
             talk.settle()
+        if not self._intake.opened:
+            self._follower.end()
         complete = talk.finish()
         if complete and talk.finisher is not None:
             self._server.send(talk.finisher, encode_message("finished"))
@@ -144,7 +154,7 @@ def main(machine: Decide = decide) -> int:
     listener = listen_again(arguments.bind, arguments.port or (known["port"] if known else 0))
     host = arguments.host or (socket.gethostname() if arguments.bind in _WILDCARDS else arguments.bind)
     log = ControllerLog(os.path.join(arguments.job_dir, "logs", f"controller-{socket.gethostname()}.log"))
-    controller = Controller(config, listener, secret, log, machine)
+    controller = Controller(config, listener, secret, log, machine, arguments.runtime)
     signal.signal(signal.SIGTERM, lambda *_: controller.terminate())
     write_runtime(arguments.runtime, host, controller.port, secret)
     return controller.run()

@@ -11,6 +11,8 @@ from typing import Any
 from sdcrun import __version__
 from sdcrun.core.codec import CodecError, decode_line, encode_message, message_of, whole_lines
 from sdcrun.core.types import EVENT_SCHEMA, Config
+from sdcrun.report.store import EVENTS
+from sdcrun.runner.copies import PREFIX, Copies
 from sdcrun.runner.intake import Intake
 from sdcrun.runner.outages import Absences, Outages
 from sdcrun.runner.server import Connection, Server
@@ -52,6 +54,13 @@ class Conversation:
         self._outages, self._absences = Outages(), Absences()
         self._owed_acks: dict[Connection, dict[int, None]] = {}
         self._asks: dict[str, _Ask] = {}
+        self._copies = Copies(
+            os.path.join(config.job_dir, EVENTS),
+            lambda connection, line: self.server.send(connection, line),
+            lambda connection, why: self.server.close(connection, why),
+        )
+        self._held: tuple[int, list[tuple[Connection, int, int]]] | None = None
+        self._successor: dict[str, Any] | None = None
         self._began = time.monotonic()
         self._ticked = (time.monotonic(), time.time())
         self._complained = False
@@ -81,7 +90,8 @@ class Conversation:
         self._owed_acks.pop(connection, None)
         for ask in self._asks.values():
             ask.waiting.discard(connection)
-        if connection.source:
+        self._copies.gone(connection)
+        if connection.source and not connection.source.startswith(PREFIX):
             self._absences.left(connection.source, connection.session, time.monotonic(), time.time())
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -109,7 +119,7 @@ class Conversation:
             connection,
             encode_message(
                 "welcome",
-                acked=self._intake.acked(source, session) if written else {},
+                acked=self._intake.acked(source, session) if written and self._copied else {},
                 summary_every=self._summary_every(now),
                 command=len(commands),
             ),
@@ -119,6 +129,13 @@ class Conversation:
                 self.server.send(connection, encode_message("command", **command))
         if self._intake.owes_stop(source):
             self.server.send(connection, encode_message("stop", **(self._intake.stop or {})))
+        if source.startswith("node:") and self._successor is not None:
+            self.server.send(connection, encode_message("next", address=self._successor))
+
+    @property
+    def _copied(self) -> bool:
+        """Whether all that is on the record is on its copy, too, if there is one."""
+        return not self._copies.following or self._copies.copied >= self._copies.size
 
     def _summary_every(self, now: float) -> float:
         """Seconds between two summaries of a client: rarer in large jobs and old ones, to keep the record small."""
@@ -135,7 +152,7 @@ class Conversation:
         self._outages.add(time.monotonic(), connection.source, blind["since"], blind["until"], reason)
 
     def _message(self, connection: Connection, values: dict[str, Any]) -> None:
-        msg = message_of(values, "ping", "goodbye", "blind", "ask", "answer", "finish")
+        msg = message_of(values, "ping", "goodbye", "blind", "ask", "answer", "finish", "follow", "copied")
         if msg == "ping":
             self.server.send(connection, encode_message("pong"))
         elif msg == "blind":
@@ -149,6 +166,10 @@ class Conversation:
                 ask.add(connection.source, values.get("data"))
         elif msg == "finish":
             self._finish(connection, values.get("grace"))
+        elif msg == "follow":
+            self._copies.follow(connection, values, self._intake.session)
+        elif msg == "copied":
+            self._copies.took(connection, values.get("upto"))
         else:
             self.server.close(connection)
             self._absences.came(connection.source, connection.session)
@@ -181,18 +202,34 @@ class Conversation:
             self._open(now)
         written = self._intake.write(now)
         self.server.hold_reading(not written and self._intake.unwritten > HOLD_ABOVE)
+        self._copies.turn(now)
         if written:
-            owed, self._owed_acks = self._owed_acks, {}
-            for connection, attempts in owed.items():
-                seqs = self._intake.acked(connection.source, connection.session)
-                for attempt in attempts:
-                    self.server.send(connection, encode_message("ack", attempt=attempt, seq=seqs[attempt]))
+            self._acknowledge()
+        if self._copies.successor != self._successor:
+            self._successor = self._copies.successor
+            self._send_to("node:", encode_message("next", address=self._successor))
         for action in actions:
             self._act(action.kind, action.data)
         for own, ask in list(self._asks.items()):
             if not ask.waiting or now >= ask.deadline:
                 del self._asks[own]
                 self._reply(ask)
+
+    def _acknowledge(self) -> None:
+        """All is on the record: acknowledge it, or note what to acknowledge once the copy is as long."""
+        if self._held is not None and (not self._copies.following or self._copies.copied >= self._held[0]):
+            for connection, attempt, seq in self._held[1]:
+                self.server.send(connection, encode_message("ack", attempt=attempt, seq=seq))
+            self._held = None
+        if self._owed_acks and self._held is None:
+            owed, self._owed_acks = self._owed_acks, {}
+            rows = []
+            for connection, attempts in owed.items():
+                seqs = self._intake.acked(connection.source, connection.session)
+                rows += [(connection, attempt, seqs[attempt]) for attempt in attempts]
+            self._held = self._copies.size, rows
+            if not self._copies.following:
+                self._acknowledge()
 
     def _reply(self, ask: _Ask) -> None:
         try:
@@ -251,7 +288,8 @@ class Conversation:
 
     def others_here(self) -> bool:
         """Whether clients other than the one that asked to finish are connected."""
-        return any(client.source and client is not self.finisher for client in self.server.clients)
+        others = (client.source for client in self.server.clients if client is not self.finisher)
+        return any(source and not source.startswith(PREFIX) for source in others)
 
     def finish(self) -> bool:
         """Take in the spools of the dead, write, delete them. True when all is on record."""
@@ -270,6 +308,7 @@ class Conversation:
         self.settle()
         if not self._intake.write(float("inf")):
             return False
+        self._copies.over()
         alive = {spool_name(client.source, client.session) for client in self.server.clients if client.source}
         for name in names:
             if name not in alive:

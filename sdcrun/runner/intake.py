@@ -51,12 +51,14 @@ class Intake:
         open_record: Callable[[], tuple[Record, Iterable[bytes]]],
         say: Callable[[str], None],
         log: Callable[[str], None],
+        host: str = "",
     ) -> None:
         self._config, self._decide, self._open_record, self._say, self._log = config, decide, open_record, say, log
+        self._host = host
         self._state = decide.initial(config)
         self._record: Record | None = None
         self._last: dict[tuple[str, str], dict[int, int]] = {}
-        self._session = secrets.token_hex(8)
+        self.session = secrets.token_hex(8)
         self._seq: dict[int, int] = {}
         self._attempt = 0
         self._unwritten: list[bytes] = []
@@ -76,7 +78,7 @@ class Intake:
         """Open or make the record and rebuild the state from it. Raises OSError; it may then be tried again."""
         record, lines = self._open_record()
         owed: deque[Action] = deque()
-        restarted = False
+        restarted, before, last = False, self._host, 0.0
         for line in lines:
             try:
                 event = decode_event(line)
@@ -87,13 +89,20 @@ class Intake:
             if event.seq <= self.acked(event.source, event.session).get(event.attempt, 0):
                 continue
             self._count(event)
+            last = max(last, event.time)
             if event.source == SOURCE and event.kind == "command":
                 self._recall(event.data, owed)
+            elif event.source == SOURCE and event.kind == "started":
+                before = event.data.get("host")
             self._fold(event)
             owed.extend(action for action in self._actions if action.kind in ("command", "stop"))
             self._actions.clear()
         self._record = record
-        self.own("started", {"restarted": restarted})
+        self.own("started", {"restarted": restarted, "host": self._host})
+        if before != self._host:
+            why = f"the node of the controller was lost ({str(before)[:100]}); that of {self._host} took over"
+            self.own("blind", {"since": last, "until": time.time(), "reason": why, "sources": [SOURCE], "count": 1})
+            self._say(why)
         # A command whose cause is on record but which is not itself: its controller died in between.
         self._actions.extendleft(reversed(owed))
 
@@ -150,7 +159,7 @@ class Intake:
         """Record an event of the controller's own."""
         attempt = self._attempt if attempt is None else attempt
         seq = self._seq[attempt] = self._seq.get(attempt, 0) + 1
-        event = Event(kind, SOURCE, attempt, seq, time.time(), data, self._session)
+        event = Event(kind, SOURCE, attempt, seq, time.time(), data, self.session)
         self._count(event)
         self._unwritten.append(encode_event(event))
         self._fold(event)

@@ -23,6 +23,7 @@ from sdcrun.runner.speak import Voice
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 TICK = 0.25
 FINISH_SECONDS = 20.0
+TAKE_OVER_SECONDS = 8.0
 
 
 class Supervisor:
@@ -211,20 +212,22 @@ class Supervisor:
             return self._close_record(code)
         except Exception as error:
             self.voice.warn(f"the record could not be closed ({type(error).__name__}: {error})")
-            return code
             return self._unproven(code)
 
     def _unproven(self, code: int) -> int:
         """The exit code of a run without a record: one with --inject-fault has then proven nothing."""
         if code or not self.config.faults:
-
+            return code
         self.voice.warn("--inject-fault: without a record nobody can say whether the faults were caught")
         return ExitCode.INJECTION_FAILED
+
     def _close_record(self, code: int) -> int:
         from sdcrun.runner import record
 
-        self.control.settle(self._leads())
+        took_over = self.control.settle(self._leads())
         self._emit("node_down", {"exit": code})
+        if took_over:
+            self._let_others_come()
         said = record.conclude(self.config, code, self.stop_order)
         self._emit("job_end", {"exit_code": said.code, "status": said.status})
         self.control.finish(FINISH_SECONDS)
@@ -246,6 +249,15 @@ class Supervisor:
         for line in record.views(self.config, last):
             self.voice.say(line)
         return last.code
+
+    def _let_others_come(self) -> None:
+        """This node has just become the one that keeps the record; the others find out by themselves."""
+        self.voice.warn("the node that kept the record is lost; this one goes on from its copy")
+        until = time.monotonic() + TAKE_OVER_SECONDS
+        while time.monotonic() < until and signal.SIGINT not in self.inbox.wait(TICK):
+            for child in self.children.reap(0.0):
+                self._ended(child)
+            self._turn_control()
 
     def _clean_up(self, port: localnodes.HeldPort | None) -> None:
         if self.live is not None:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from sdcrun.shim import boot
+from sdcrun.wire.opening import answers
 
 CONTROLLER = "sdcrun/controller"
 KNOWN = "sdcrun/known"
 LEAD_SECONDS = 3.0
-ALIVE_SECONDS = 8.0
 
 
 def attempt_number() -> int:
@@ -78,7 +76,7 @@ class Rendezvous:
         for address in found:
             if address not in tried:
                 tried.append(address)
-                if answers(address["host"], address["port"]):
+                if answers(address):
                     return address
         return None
 
@@ -107,19 +105,3 @@ class Rendezvous:
             return json.loads(self.store.get(f"{name}/all"))
         except Exception:
             return f"the group's first rank did not answer within {2 * self.limit.seconds} s"
-
-
-def answers(host: str, port: int) -> bool:
-    """Whether somebody listens there. One that was killed is started again by its supervisor: a refusal is waited out
-    for `ALIVE_SECONDS`; a host that does not answer at all is lost."""
-    until = time.monotonic() + ALIVE_SECONDS
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=3.0).close()
-            return True
-        except ConnectionRefusedError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.2)
-        except OSError:
-            return False

@@ -113,9 +113,15 @@ class Link:
         """Let `handler(data)` answer queries of `kind` in the link thread; it returns a JSON value.
 
         The kind "stop" is the controller's order to a supervisor, {code, why}, the kind "reply" a reply that nobody
-        asked for; their return values are ignored.
+        asked for, "next" the address of the controller that would follow the job's (or None, told to supervisors);
+        their return values are ignored.
         """
         self._handlers[kind] = handler
+
+    @property
+    def spool_path(self) -> str:
+        """The spool file of this link, empty when there is none."""
+        return self._spool.path
 
     def ask(self, kind: str, data: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Let every rank's handler for `kind` answer `data`; returns {source: answer} of those that did in `timeout`
@@ -342,7 +348,7 @@ class Link:
 
     def _handle(self, values: dict[str, Any]) -> bytes:
         """Act on one message of the controller; returns what is to be sent in answer."""
-        msg = message_of(values, "ack", "pong", "command", "stop", "query", "reply", "finished")
+        msg = message_of(values, "ack", "pong", "command", "stop", "query", "reply", "finished", "next")
         if msg == "ack":
             self._backlog.acknowledge(int(values["attempt"]), int(values["seq"]))
         elif msg == "command":
@@ -353,6 +359,8 @@ class Link:
         elif msg == "stop":
             self.stop = {"code": values.get("code"), "why": values.get("why")}
             self._run_handler("stop", self.stop)
+        elif msg == "next":
+            self._run_handler("next", values.get("address"))
         elif msg == "query":
             answer = self._run_handler(str(values.get("kind")), values.get("data"))
             return encode_message("answer", id=values.get("id"), data=answer)

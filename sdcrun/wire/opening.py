@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from typing import Any
 
 from sdcrun.core.codec import (
@@ -16,6 +17,25 @@ from sdcrun.core.codec import (
     proof,
     proven,
 )
+
+# A controller that was killed is started again by its supervisor.
+_BACK_AFTER = 8.0
+
+
+def answers(address: dict[str, Any]) -> bool:
+    """Whether somebody listens at {host, port}. A refusal is waited out for a few seconds; a host that says nothing at
+    all is lost. A process that is stopped listens: its system answers for it."""
+    until = time.monotonic() + _BACK_AFTER
+    while True:
+        try:
+            socket.create_connection((address["host"], address["port"]), timeout=3.0).close()
+            return True
+        except ConnectionRefusedError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.2)
+        except OSError:
+            return False
 
 
 def connect(address: dict[str, Any], timeout: float) -> socket.socket:

@@ -1,0 +1,38 @@
+"""A small DDP training at a steady pace, for tests that do something to it from outside.
+
+Usage: paced.py STEPS SECONDS: that many steps, each at least so long. Every rank appends the wall time of each step to
+the file steps.RESTART.RANK in the working folder.
+"""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main(steps, seconds):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    with open(f"steps.{attempt}.{rank}", "a", buffering=1) as file:
+        for _ in range(steps):
+            began = time.monotonic()
+            loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            file.write(f"{time.time():.3f}\n")
+            time.sleep(max(0.0, seconds - (time.monotonic() - began)))
+    print(f"rank {rank} trained {steps} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))
