@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdcrun.core import checkpoints, policy, selftests, words
+from sdcrun.core import checkpoints, policy, restarts, selftests, words
 from sdcrun.core.ledger import CaseKey
 from sdcrun.core.observe import observe
 from sdcrun.core.state import State, close
@@ -31,6 +31,9 @@ def apply(state: State, event: Event) -> tuple[State, list[Action]]:
     """Take one event in and say what must be done. Malformed data never raises; it is counted in `state.malformed`."""
     observe(state, event)
     actions = _act(state)
+    if event.kind == "hello" and state.stop is None and len(state.roster.attempt(event.attempt).places) == 1:
+        state.stop = restarts.endless(state)
+        actions += policy.stop_actions(state.stop)
     if state.checkpoints and event.kind in checkpoints.STIRRING:
         actions += checkpoints.transitions(state)
     elif event.kind == "left":

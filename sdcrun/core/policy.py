@@ -21,9 +21,13 @@ def decide(state: State, keys: list[CaseKey]) -> list[Action]:
         for entry in state.ledger.entries.get(key, ()):
             if state.stop is None and not state.config.campaign:
                 state.stop = _stop_for(state, key, entry.finding)
-                if state.stop is not None:
-                    actions += [stop_action(state.stop), *say(stop_text(state.stop), "alarm")]
+                actions += stop_actions(state.stop)
     return actions
+
+
+def stop_actions(order: StopOrder | None) -> list[Action]:
+    """What is done and said when a stop has just been ordered; nothing without an order."""
+    return [] if order is None else [stop_action(order), *say(stop_text(order), "alarm")]
 
 
 def say(text: str, level: str) -> list[Action]:

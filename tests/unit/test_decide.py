@@ -241,6 +241,29 @@ def test_strikes_follow_the_device_when_ranks_move():
     assert state.ledger.strikes(state.device_key) == {"gpu-2/GPU-0002": [(0, 3), (1, 4)]}
 
 
+def attempts_ending(*rows, **config):
+    """A job whose attempts each end with a dissenting vote, `rows` of (step of it, last step)."""
+    job = Job(**{"max_strikes": 99, **config})
+    for attempt, (step, last) in enumerate(rows):
+        job.hello(attempt, shift=attempt)
+        job.vote(step, {"w": [2]}, attempt=attempt)
+        job.summaries(last + 1, attempt=attempt)
+    job.hello(len(rows))
+    return job
+
+
+def test_attempts_that_keep_ending_after_corruption_are_an_endless_loop():
+    _, actions = run(attempts_ending((3, 5), (7, 9), (4, 4)))
+    (stop,) = stops(actions)
+    assert stop["code"] == 87 and "3 attempts in a row" in stop["why"]
+    assert all(f"attempt {n} at step {step}" in stop["why"] for n, step in enumerate((3, 7, 4)))
+
+
+@pytest.mark.parametrize("rows", [[(3, 5), (7, 9)], [(3, 5), (7, 40), (4, 4)], [(3, 30), (7, 9), (4, 4)]])
+def test_fewer_or_other_ends_are_not(rows):
+    assert not stops(run(attempts_ending(*rows))[1])
+
+
 def test_on_suspect_stop_and_on_fault_stop():
     job = Job(on_suspect="stop")
     job.hello()
