@@ -138,9 +138,9 @@ def _bits(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "site": site, "values": dict(rest), "persistence": persistence,
-            "outcomes": {bit: members[bit]["outcome"] for bit in sorted(members)},
-            "norm": {bit: bool(members[bit].get("norm_alarm")) for bit in sorted(members)},
-            "loss": {bit: bool(members[bit].get("loss_alarm")) for bit in sorted(members)},
+            "outcomes": {str(bit): members[bit]["outcome"] for bit in sorted(members)},
+            "norm": {str(bit): bool(members[bit].get("norm_alarm")) for bit in sorted(members)},
+            "loss": {str(bit): bool(members[bit].get("loss_alarm")) for bit in sorted(members)},
         }
         for (site, rest, persistence), members in found.items() if len(members) >= LEAST_BITS
     ]  # fmt: skip

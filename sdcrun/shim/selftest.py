@@ -86,9 +86,9 @@ def _nonfinite(guard) -> str | None:
     for dtype, sample in _samples(guard).items():
         if not dtype.is_floating_point or sample.element_size() < 2:
             continue
-        largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-        quiet = torch.full_like(sample, largest / max(2.0, float(sample.numel())))
-        quiet[0] = torch.finfo(dtype).max / 4 if dtype in (torch.float16, torch.bfloat16) else quiet[0]
+        # As large as can be: a sum in the wide type must not overflow where the values themselves are finite.
+        largest = torch.finfo(torch.float32).max / (2.0 * sample.numel())
+        quiet = torch.full_like(sample, min(torch.finfo(dtype).max / 4, largest))
         if not nonfinite.sum_is_finite(nonfinite.bucket_sum(quiet)):
             return f"it fires for {dtype} values that are all finite"
         for value in (float("nan"), float("inf"), float("-inf")):

@@ -63,7 +63,7 @@ def _write(console: Console, data: dict[str, Any]) -> None:
     _section(console, "By site and kind", _groups(data))
     console.print(Text(
         "steps: from the firing to the finding (median). norm, spike: caught by the outlier of gradient norms, by the "
-        "loss spike. loss off by: largest distance from the clean run in the cell; a skipped step leaves it one update "
+        "loss spike. loss gap: largest distance from the clean run in the cell; a skipped step leaves it one update "
         "behind.",
         "dim",
     ))  # fmt: skip
@@ -115,7 +115,7 @@ def _limit(value: float | None, unit: str) -> str:
 
 def _groups(data: dict[str, Any]) -> Table:
     table = _table("site", "kind", "when", "fired", "caught", "named", "missed", "unseen", "masked", "steps", "norm",
-                   "spike", "loss off by")  # fmt: skip
+                   "spike", "loss gap")  # fmt: skip
     for row in data["groups"]:
         bad = row["missed"] + row["wrong"]
         steps = "-" if row["steps"] is None else _steps(row["steps"], row["worst_steps"])
@@ -135,7 +135,7 @@ def _steps(middle: float, worst: int) -> str:
 def gap(value: Any) -> str:
     """A difference of losses, short."""
     number = float(value)
-    return "no number" if not math.isfinite(number) else "0" if number == 0 else f"{number:.1e}"
+    return "no number" if not math.isfinite(number) else "0" if number == 0 else f"{number:.0e}"
 
 
 def _bits(console: Console, groups: list[dict[str, Any]]) -> None:
@@ -143,11 +143,11 @@ def _bits(console: Console, groups: list[dict[str, Any]]) -> None:
     signs = ", ".join(f"{sign} {MEANING[outcome]}" for outcome, sign in SIGNS.items())
     console.print(Text(f"{signs}; {HIT} alarm, {QUIET} none", "dim"))
     for group in groups:
-        bits = sorted(group["outcomes"], reverse=True)
+        bits = sorted(group["outcomes"], key=int, reverse=True)
         title = f"{group['site']} {' '.join(f'{k}={v}' for k, v in group['values'].items())} {group['persistence']}"
         console.print()
-        whole = bits[0] - bits[-1] == len(bits) - 1
-        named = f"{bits[0]} to {bits[-1]}" if whole else " ".join(map(str, bits))
+        whole = int(bits[0]) - int(bits[-1]) == len(bits) - 1
+        named = f"{bits[0]} to {bits[-1]}" if whole else " ".join(bits)
         console.print(Text(f"{words.clean(title, 60)}   bits {named}"))
         own = Text("  sdcrun       ")
         for bit in bits:
