@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from sdcrun import __version__
 from sdcrun.errors import UsageError
 
-SUBCOMMANDS = ("report", "watch", "jobs", "checkpoints", "verify", "doctor", "campaign")
+SUBCOMMANDS = ("report", "watch", "jobs", "checkpoints", "verify", "doctor", "campaign", "approve")
 WORDS = ("run", *SUBCOMMANDS)
 INTERRUPTED = 130
 
@@ -34,7 +34,8 @@ Each is also a variable: SDCRUN_AUDIT_EVERY=10. All else is torchrun's (torchrun
 Commands (JOB: an id, a folder, or the newest; sdcrun COMMAND --help):
   report [JOB]  what was found     watch [JOB]  follow it     checkpoints [JOB]  the newest safe one
   doctor [-- SCRIPT]  can this machine, this script be guarded   verify FILE  still what was saved?
-  campaign FILE -- LAUNCH  a matrix of faults      jobs  all     run SCRIPT  if named as a command
+  campaign FILE -- LAUNCH  many faults     jobs  all of them     run SCRIPT  if named as a command
+  approve JOB DEVICE --by NAME  a person's decision about a suspect goes on record
 
 examples:  sdcrun --nnodes 4 train.py --lr 0.1             four nodes on this machine
            sdcrun --nnodes 3 --inject-fault weight:rank=1,step=5,bit=30 train.py

@@ -133,3 +133,16 @@ def verify(
     refresh_files(files)
     # A process of its own: it needs torch, which no sub-command imports.
     raise typer.Exit(subprocess.call([sys.executable, "-m", "sdcrun.shim.checkpoints.verify", *files]))
+
+
+@app.command()
+def approve(
+    job: str = typer.Argument(..., help="id or folder of a job"),
+    device: str = typer.Argument(..., help="HOST/UUID or UUID of a suspect, or 'rank N'"),
+    by: str = typer.Option(..., "--by", help="who decides"),
+    directory: str = _DIR,
+) -> None:
+    """Put on record that a person has approved taking a suspect out of service. Nothing is executed."""
+    from sdcrun.report.approve import approve as record
+
+    raise typer.Exit(record(job, device, by, directory))

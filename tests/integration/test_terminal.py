@@ -1,0 +1,71 @@
+"""A real sdcrun on a real terminal: the script's output is whole, the status is there while it runs and gone after."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+from screen import Screen  # noqa: E402
+
+ROWS, COLUMNS = 30, 110
+SCRIPT = """
+import os, time
+rank = int(os.environ["RANK"])
+for part in range(40):
+    if rank == 0:
+        print(f"\\rbar {part:2}", end="" if part < 39 else "\\n", flush=True)
+    time.sleep(0.1)
+if rank == 0:
+    for line in range(60):
+        print("line", line)
+    print("a partial line", end="", flush=True)
+    time.sleep(0.3)
+    print(" and its end")
+"""
+
+
+def on_terminal(command, folder, environ):
+    """(exit code, all output) of a command that is the foreground job of a terminal of its own."""
+    pid, leader = pty.fork()
+    if pid == 0:
+        try:
+            os.chdir(folder)
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+            os.execve(command[0], command, environ)
+        finally:
+            os._exit(127)
+    output = b""
+    while True:
+        try:
+            data = os.read(leader, 65536)
+        except OSError:
+            break
+        if not data:
+            break
+        output += data
+    os.close(leader)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output.decode("utf-8", "replace")
+
+
+def test_output_is_whole_and_the_status_goes(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SDCRUN_", "PET_"))}
+    kept.pop("CI", None)
+    environ = {**kept, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sdcrun.cli", "--sdc-job", "job", "--nproc-per-node", "2", "script.py"]
+    code, output = on_terminal(command, tmp_path, environ)
+    assert code == 0, output
+    assert "waiting for the first step · 0/2 ranks guarded" in output
+    screen = Screen(ROWS, COLUMNS)
+    screen.feed(output)
+    lines = screen.lines()
+    assert "ranks guarded" not in "\n".join(lines) and (screen.top, screen.bottom) == (0, ROWS - 1)
+    at = lines.index("a partial line and its end")
+    assert lines[:at] == [f"line {number}" for number in range(60 - at, 60)]
+    assert any("Nothing was guarded" in line for line in lines[at:])
