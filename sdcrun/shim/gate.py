@@ -68,7 +68,7 @@ def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
             if runtime.campaign is not None:
                 runtime.campaign.window_opens(group)
             group.window_open = True
-            audit = bool(group.config.audit_every) and group.size > 1 and (
+            audit = bool(group.audit_every) and group.size > 1 and (
                 group.audit_next or schedule.audit_due(group.step, group.audit_every)
             )
             group.audit_next, group.auditing = False, audit

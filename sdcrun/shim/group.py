@@ -7,7 +7,6 @@ import os
 import socket
 import time
 import weakref
-from array import array
 from datetime import timedelta
 
 import torch

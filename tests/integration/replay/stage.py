@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from sdcrun.core.types import Config
 from sdcrun.shim.checks.replay import Auditor
 from sdcrun.shim.exchange import Exchange
-from sdcrun.shim.transport import BallotFailed
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import compiled
 from sdcrun.shim.replay.state import replaying
+from sdcrun.shim.transport import BallotFailed
 
 
 class StageGuard:
