@@ -237,6 +237,8 @@ class Auditor:
             self._go_off(self.calibration.hopeless)
         outcome.mismatch, outcome.vote = mismatch, kind == attribute.WEIGHTS_DIFFER
         outcome.event = _concise(replace(audit, skipped=mismatch, hit=hit)).to_json()
+        if audit.scope != "all" and self._auditing:
+            self.group.runtime.limit(f"the replay audit covers less than all: {audit.scope}", "replay")
         return outcome
 
     def _closing(self, step: int, failure: str | None, mismatch: bool) -> bool:

@@ -23,6 +23,8 @@ from sdcrun.shim.replay.run import NotReplayable, Result, replay
 SENT_BYTES = 16 << 20
 ROUNDS = 32
 
+_OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+
 
 class Rounds:
     """One audit of `group` (group ranks inside, global ranks in the record). `parcel`: this rank's micro-batch, or why
@@ -187,7 +189,7 @@ class Rounds:
             result = replay(parcel.program, self.guards, self.callbacks)
         except NotReplayable as error:
             result = str(error)
-        except torch.OutOfMemoryError:
+        except _OUT_OF_MEMORY:
             result = "out of memory"
         except Exception as error:
             result = f"the replay failed: {type(error).__name__}: {error}"

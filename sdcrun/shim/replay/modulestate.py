@@ -41,20 +41,21 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[Key, Any]]:
                 yield (name, attribute), value
 
 
-def plain_attributes(module: torch.nn.Module) -> dict[Key, Any]:
-    """(submodule's name, attribute) → value for plain attributes; lists are copied."""
-    return {
-        key: list(value) if type(value) is list else value for key, value in _attributes(module) if _is_plain(value)
-    }
-
-
-def held_tensors(module: torch.nn.Module) -> dict[Key, torch.Tensor]:
-    """Attributes that are tensors, neither parameters nor buffers (a recurrent state, say)."""
-    return {
-        key: value
-        for key, value in _attributes(module)
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-    }
+def state_before(module: torch.nn.Module) -> tuple[dict[Key, Any], dict[Key, torch.Tensor], dict[Key, bytes]]:
+    """What a forward may read, by (submodule's name, attribute): plain values (lists copied), tensors that are neither
+    parameters nor buffers (a recurrent state, say), and digests of containers (see `opaque_digests`)."""
+    plain: dict[Key, Any] = {}
+    tensors: dict[Key, torch.Tensor] = {}
+    digests: dict[Key, bytes] = {}
+    for key, value in _attributes(module):
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.nn.Parameter):
+                tensors[key] = value
+        elif _is_plain(value):
+            plain[key] = list(value) if type(value) is list else value
+        elif isinstance(value, _CONTAINERS) and (digest := _digest(value)) is not None:
+            digests[key] = digest
+    return plain, tensors, digests
 
 
 def by_products(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -72,15 +73,21 @@ def by_products(module: torch.nn.Module) -> list[torch.Tensor]:
 def opaque_digests(module: torch.nn.Module) -> dict[Key, bytes]:
     """Digest of every container attribute that is not plain. A tensor in it counts by identity and version; tensors
     that hang on a graph are products of a forward, which the next one makes anew, and do not count."""
-    digests = {}
-    for key, value in _attributes(module):
-        if isinstance(value, _CONTAINERS) and not _is_plain(value) and len(value) <= LONGEST_LIST:
-            try:
-                content = dumps(_without_products(value), lambda tensor: (id(tensor), tensor._version))
-            except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
-                continue
-            digests[key] = hashlib.blake2b(content, digest_size=16).digest()
-    return digests
+    return {
+        key: digest
+        for key, value in _attributes(module)
+        if isinstance(value, _CONTAINERS) and not _is_plain(value) and (digest := _digest(value)) is not None
+    }
+
+
+def _digest(value: Any) -> bytes | None:
+    if len(value) > LONGEST_LIST:
+        return None
+    try:
+        content = dumps(_without_products(value), lambda tensor: (id(tensor), tensor._version))
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+        return None
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _without_products(value: Any) -> Any:

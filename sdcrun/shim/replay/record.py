@@ -112,11 +112,10 @@ class Recorder:
             self.tape.hard.append(f"the inputs cannot be shipped: {type(error).__name__}: {error}"[:160])
         for name, buffer in module.named_buffers(remove_duplicate=False):
             call.buffers[name] = self._frozen(buffer, call)
-        for key, tensor in modulestate.held_tensors(module).items():
+        call.attributes, held, token.opaque = modulestate.state_before(module)
+        for key, tensor in held.items():
             if tensor.grad_fn is None:
                 call.held[key] = self._frozen(tensor, call)
-        call.attributes = modulestate.plain_attributes(module)
-        token.opaque = modulestate.opaque_digests(module)
         token.collectives = collective_counts()
         token.versions = [version_of(p) for p in module.parameters()]
         callback = self.callbacks[guard.name] = compiled.noted

@@ -1,0 +1,113 @@
+"""What cannot be computed on another rank, and must be declined with the reason; and compilers."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from idioms.base import (
+    OUTPUTS,
+    WHOLE,
+    Net,
+    batch,
+    classify,
+    idiom,
+    train,
+)
+
+
+class Together(Net):
+    def forward(self, x):
+        out = super().forward(x)
+        mean = out.detach().mean(0)
+        dist.all_reduce(mean)
+        return out - mean
+
+
+@idiom("collective operations inside")
+def collective_in_the_forward(rank):
+    return classify(DDP(Together()))
+
+
+class Diary(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.diary = {"calls": 0}
+
+    def forward(self, x):
+        self.diary["calls"] += 1
+        return super().forward(x)
+
+
+@idiom("the forward changes .diary")
+def opaque_state(rank):
+    return classify(DDP(Diary()))
+
+
+class Takes(Net):
+    def forward(self, x, how):
+        return super().forward(how(x))
+
+
+@idiom("inputs cannot be shipped")
+def inputs_that_cannot_travel(rank):
+    model = DDP(Takes())
+    return classify(model, call=lambda x: model(x, lambda t: t * 2))
+
+
+class Updates(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            self.second.bias.mul_(0.99)
+        return super().forward(x)
+
+
+@idiom("changes its own parameters")
+def forward_that_changes_parameters(rank):
+    return classify(DDP(Updates()))
+
+
+@idiom(OUTPUTS, compiled=True)
+def compiled_outside(rank):
+    model = DDP(Net(dropout=0.1))
+    return classify(model, call=torch.compile(model))
+
+
+@idiom(WHOLE, compiled=True)
+def compiled_inside(rank):
+    return classify(DDP(torch.compile(Net(dropout=0.1))))
+
+
+@idiom(WHOLE, compiled=True)
+def compiled_in_place(rank):
+    net = Net(dropout=0.1)
+    net.compile()
+    return classify(DDP(net))
+
+
+@idiom(OUTPUTS, compiled=True)
+def compiled_loss(rank):
+    model, loss_of = DDP(Net()), torch.compile(lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1))
+
+    def step_loss(step):
+        x, y = batch(step)
+        loss = loss_of(model(x), y)
+        loss.backward()
+        return loss
+
+    return train(model, step_loss)
+
+
+@idiom("other ways than the module's outputs", compiled=True)
+def compiled_loss_and_penalty(rank):
+    model, loss_of = DDP(Net()), torch.compile(F.cross_entropy)
+
+    def step_loss(step):
+        x, y = batch(step)
+        loss = loss_of(model(x), y) + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
+        loss.backward()
+        return loss
+
+    return train(model, step_loss)
