@@ -79,7 +79,7 @@ class Scratch:
         text = re.sub(rf"\d{{8}}-\d{{6}}-{re.escape(host.partition('.')[0])}(-\d+)?", JOB, text)
         text = re.sub(r"\bhost " + re.escape(host) + r"\b", f"host {HOST}", text)
         # The line that is said once a minute is there or not as the machine is slow or fast.
-        lines = [line.rstrip() for line in text.splitlines() if not re.match(r"\[sdcrun\] .* ranks guarded$", line)]
+        lines = [line.rstrip() for line in text.splitlines() if not re.match(r"\[sdcrun\] .* [\d?]+/[\d?]+ guarded$", line)]
         return "\n".join(lines) + "\n"
 
 

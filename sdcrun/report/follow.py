@@ -94,7 +94,7 @@ class Progress:
     def line(self, now: float) -> Text:
         """One line: step, steps a second, checks done, overhead, last verdict, ranks guarded."""
         report = build.build(self.state)
-        guarded = f"{report['guarded_ranks']}/{report['world_size'] or '?'} ranks guarded"
+        guarded = f"{report['guarded_ranks']}/{report['world_size'] or '?'} guarded"
         if not report["steps"]["seen"]:
             return Text(f"waiting for the first step · {guarded}")
         silent = now - self._heard if self._heard is not None else 0.0

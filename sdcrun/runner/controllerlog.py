@@ -6,6 +6,8 @@ import contextlib
 import os
 import time
 
+from sdcrun.runner.speak import fresh_line
+
 MAX_LOG = 4 << 20
 MAX_TEXT = 300
 NOTES_A_MINUTE = 5
@@ -26,7 +28,7 @@ class ControllerLog:
     def say(self, text: str) -> None:
         """One line on stderr."""
         with contextlib.suppress(OSError):
-            os.write(2, b"[sdcrun] " + _one_line(text, 4096) + b"\n")
+            os.write(2, fresh_line(2) + b"[sdcrun] " + _one_line(text, 4096) + b"\n")
 
     def log(self, text: str) -> None:
         """One line in the log."""

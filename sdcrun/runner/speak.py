@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import os
 
+from sdcrun.runner import statusline
+
+
+def fresh_line(descriptor: int) -> bytes:
+    """What moves the cursor of a terminal to an empty line: nothing where it is at the start of one, else down, so
+    that a partial line of the script (a progress bar) stays. Where the cursor is cannot be asked for; a line of blanks
+    ends on the same row only when it began at its start. Empty where `descriptor` is no terminal with a person."""
+    if not statusline.possible(descriptor, os.environ):
+        return b""
+    return b" " * os.get_terminal_size(descriptor).columns + b"\r\x1b[K"
+
 
 class Voice:
     """Lines on stderr. With `quiet` only warnings are said. A closed stderr is no error."""
@@ -29,6 +40,7 @@ class Voice:
 
     def _write(self, text: str) -> None:
         try:
-            os.write(2, "".join(f"[sdcrun] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
+            lines = "".join(f"[sdcrun] {line}\n" for line in text.splitlines())
+            os.write(2, fresh_line(2) + lines.encode("utf-8", "replace"))
         except OSError:
             pass

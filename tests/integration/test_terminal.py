@@ -27,6 +27,7 @@ if rank == 0:
     print("a partial line", end="", flush=True)
     time.sleep(0.3)
     print(" and its end")
+    print("the last partial line", end="", flush=True)
 """
 
 
@@ -61,11 +62,12 @@ def test_output_is_whole_and_the_status_goes(tmp_path):
     command = [sys.executable, "-m", "sdcrun.cli", "--sdc-job", "job", "--nproc-per-node", "2", "script.py"]
     code, output = on_terminal(command, tmp_path, environ)
     assert code == 0, output
-    assert "waiting for the first step · 0/2 ranks guarded" in output
+    assert "waiting for the first step · 0/2 guarded" in output
     screen = Screen(ROWS, COLUMNS)
     screen.feed(output)
     lines = screen.lines()
-    assert "ranks guarded" not in "\n".join(lines) and (screen.top, screen.bottom) == (0, ROWS - 1)
+    assert "/2 guarded" not in "\n".join(lines) and (screen.top, screen.bottom) == (0, ROWS - 1)
     at = lines.index("a partial line and its end")
     assert lines[:at] == [f"line {number}" for number in range(60 - at, 60)]
-    assert any("Nothing was guarded" in line for line in lines[at:])
+    assert lines[at + 1] == "the last partial line"
+    assert lines[at + 2].startswith("[sdcrun] ") and any("Nothing was guarded" in line for line in lines[at:])

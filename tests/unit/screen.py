@@ -73,8 +73,9 @@ class Screen:
             self.row = self.column = 0
         elif kind == "H":
             self.row, self.column = (numbers[0] - 1, numbers[1] - 1) if numbers else (0, 0)
-        elif kind == "K" and first == 2:
-            self.cells[self.row] = [" "] * self.columns
+        elif kind == "K" and first in (0, 2):
+            start = 0 if first == 2 else self.column
+            self.cells[self.row][start:] = [" "] * (self.columns - start)
         elif kind == "J" and first == 0:
             self.cells[self.row][self.column :] = [" "] * (self.columns - self.column)
             self.cells[self.row + 1 :] = [[" "] * self.columns for _ in range(self.rows - self.row - 1)]

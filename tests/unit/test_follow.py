@@ -78,14 +78,14 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path):
 def test_line_before_the_first_step():
     job = Job(4)
     job.node_up()
-    assert progress_of(job).line(100.0).plain == "waiting for the first step · 0/4 ranks guarded"
+    assert progress_of(job).line(100.0).plain == "waiting for the first step · 0/4 guarded"
 
 
 def test_line_says_where_the_job_stands():
     job = started()
     job.summaries(1000)
     assert progress_of(job).line(101.0).plain == (
-        "step 1,000 · 0 audits, 1,000 votes · overhead 1.0 % · clean · 4/4 ranks guarded"
+        "step 1,000 · 0 audits, 1,000 votes · overhead 1.0 % · clean · 4/4 guarded"
     )
     job.summaries(1200)
     # Rank 0's two summaries are four events, and so four seconds, apart.
@@ -115,7 +115,7 @@ def test_ranks_that_are_not_guarded_are_said():
     job.hello(skip=(3,))
     job.summaries(10)
     line = progress_of(job).line(101.0)
-    assert line.plain.endswith("3/4 ranks guarded") and line.spans[-1].style == "bold yellow"
+    assert line.plain.endswith("3/4 guarded") and line.spans[-1].style == "bold yellow"
 
 
 def test_a_restart_starts_the_rate_anew():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.text import Text
 from screen import Screen
 
-from sdcrun.runner import statusline
+from sdcrun.runner import speak, statusline
 
 ROWS, COLUMNS = 8, 60
 
@@ -108,6 +108,16 @@ def test_a_window_too_small_gets_no_status(size):
     size[0] = os.terminal_size((COLUMNS, 3))
     line.draw(Text("status"))
     assert "status" not in screen.lines() and (screen.top, screen.bottom) == (0, ROWS - 1)
+
+
+@pytest.mark.parametrize("typed", ["", "x", "x" * (COLUMNS - 1), "x" * COLUMNS, "x" * (COLUMNS + 1), "line\r\n"])
+def test_a_line_of_ours_starts_on_an_empty_line_and_damages_nothing(typed, monkeypatch):
+    monkeypatch.setattr(statusline, "possible", lambda *_: True)
+    screen, alone = Screen(ROWS, COLUMNS), Screen(ROWS, COLUMNS)
+    screen.feed(typed), alone.feed(typed)
+    screen.feed(speak.fresh_line(2).decode() + "[sdcrun] word\r\n")
+    before = [line for line in alone.lines() if line]
+    assert screen.lines()[: len(before) + 2] == [*before, "[sdcrun] word", ""]
 
 
 @pytest.mark.parametrize(
