@@ -31,10 +31,10 @@ readme: $(STAMP)
 	$(BIN)/python tests/readme.py
 
 bench: $(STAMP)
-	$(BIN)/python tests/bench/bench_fingerprint.py --json bench.json
+	$(BIN)/python tests/bench/run.py
 
 bench-full: $(STAMP)
-	$(BIN)/python tests/bench/bench_fingerprint.py --full --json bench.json
+	$(BIN)/python tests/bench/run.py --full
 
 # Each training loop alone, on three and four ranks, clean and with each fault.
 matrix: $(STAMP)
