@@ -107,6 +107,30 @@ def options_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def live_status() -> str:
+    """The line that shows where a job stands, of a made-up job."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/unit")]
+    from eventmaker import Job
+
+    from sdcrun.core import decide
+    from sdcrun.report.follow import Progress
+
+    job = Job(4)
+    job.node_up()
+    job.hello()
+    job.summaries(1200)
+    job.summaries(1240)
+    job.vote(1199, {"head.weight": [2]})
+    progress = Progress(job.config)
+    for event in job.events:
+        decide.fold(progress.state, event)
+        progress.take(event, 0.0)
+    return f"```text\n[sdcrun] {progress.line(0.0).plain}\n```\n"
+
+
+TABLES = {"options": options_table, "the live status": live_status}
+
+
 def costs(path: str) -> str:
     """The table of costs from what `make bench` has left."""
     command = [sys.executable, str(ROOT / "tests/bench/run.py"), "--table", path]
@@ -116,7 +140,7 @@ def costs(path: str) -> str:
 def produced(kind: str, command: str, scratch: Scratch) -> str:
     """The content of a block."""
     if kind == "table":
-        return options_table()
+        return TABLES[command]()
     code, text = scratch.run(command)
     # A campaign in which something was missed is a table all the same.
     if code and not (kind == "coverage" and code == 88):
