@@ -184,6 +184,9 @@ def try_script(tokens: list[str], seconds: float, environ: Mapping[str, str], sh
     how far it is guarded. Returns the exit code as `examine` does."""
     from sdcrun.runner import trial
 
+    if len(localnodes.visible_devices(environ)) == 1:
+        show(Answer(NOTE, "gpu", "one GPU cannot be two devices: the script is tried on the CPU"))
+        environ = {**environ, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="sdcrun_doctor_") as folder:
         outcome = trial.run(tokens, seconds, environ, folder)
         worst = 0

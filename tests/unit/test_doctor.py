@@ -164,3 +164,19 @@ def test_command_line(python, capsys, monkeypatch):
     assert cli.main(["doctor", "--seconds", "9", "--", "--nnodes", "3", "a.py", "--lr=1"]) == 1
     assert tried == [(["--nnodes", "3", "a.py", "--lr=1"], 9.0)]
     assert "This script is guarded, but not fully" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("devices", "expected"), [([], None), (["0"], ""), (["0", "1"], None)])
+def test_one_gpu_is_not_shared_by_two_ranks(monkeypatch, devices, expected):
+    seen = []
+
+    def run(tokens, seconds, environ, folder):
+        seen.append(environ.get("CUDA_VISIBLE_DEVICES"))
+        state = build.fold(Job(2).config, [])
+        return trial.Outcome(build.build(state), state, 0, "", None, 1.0)
+
+    monkeypatch.setattr(trial, "run", run)
+    monkeypatch.setattr(doctor.localnodes, "visible_devices", lambda environ: devices)
+    rows = []
+    doctor.try_script(["train.py"], 9.0, {}, rows.append)
+    assert seen == [expected] and ("gpu" in {row.about for row in rows}) == (len(devices) == 1)
