@@ -259,10 +259,10 @@ def _audit(group, step: int, auditing: bool, why_not: str | None, result) -> tup
     for part, seconds in outcome.seconds.items():
         group.spend(part, seconds)
     group.checks["replay"]["seconds"] += sum(outcome.seconds.values())
-    if auditing:
+    if auditing and outcome.compared:
         group.checks["replay"]["run"] += 1
         group.last_audit_step = step
-        if not outcome.mismatch:
+        if outcome.clean:
             group.last_clean_audit = step
     group.checks["replay"]["fired"] += outcome.mismatch
     if outcome.event is not None:

@@ -20,7 +20,7 @@ from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.checks.rounds import Rounds
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.patches import autograd
-from sdcrun.shim.replay.collect import weights_digest
+from sdcrun.shim.replay.collect import weights_digests
 from sdcrun.shim.replay.determinism import StrictKernels
 from sdcrun.shim.replay.record import Recorder
 from sdcrun.shim.replay.state import replaying
@@ -47,10 +47,12 @@ def _concise(audit: Audit) -> Audit:
 
 @dataclass
 class AuditOutcome:
-    """What the gate must know: `mismatch` is the same on all ranks and means skip; `event` is the data of an "audit"
-    event; `vote`: the weights differ, take the weight vote now."""
+    """What the gate must know: `mismatch` is the same on all ranks and means skip; `compared`: some pair was; `clean`:
+    and none differs; `event` is the data of an "audit" event; `vote`: the weights differ, take the weight vote now."""
 
     mismatch: bool = False
+    compared: bool = False
+    clean: bool = False
     event: dict[str, Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     vote: bool = False
@@ -187,7 +189,10 @@ class Auditor:
         if not self._closing(step, failure, mismatch=False):
             return
         reasons = tuple((self.group.ranks[i], text.decode()) for i, text in enumerate(said) if text)
-        text = reasons[0][1] if reasons else "unknown"
+        self._without(step, reasons[0][1] if reasons else "unknown")
+
+    def _without(self, step: int, text: str) -> None:
+        """No audit in this step, for a reason that all ranks know."""
         if text not in self._said:
             self._said.add(text)
             self.group.runtime.limit(f"no replay audit of some steps, the first of them {step}: {text}", "replay")
@@ -224,8 +229,11 @@ class Auditor:
         mismatch = mismatch and not everybody
         if not self._closing(step, failure, mismatch) or audit is None:
             return outcome
-        if self._auditing:
+        outcome.compared, outcome.clean = kind != attribute.DECLINED, kind == attribute.CLEAN
+        if self._auditing and outcome.compared:
             self._audits += 1
+        elif self._auditing and not hit:
+            self._without(step, next((c.declined for c in audit.comparisons if c.declined), "nothing was compared"))
         if kind == attribute.CLEAN and audit.cause != TRIAGE:
             self.calibration.passed()
         self._strangers = self._strangers + 1 if everybody else 0
@@ -280,10 +288,10 @@ class Auditor:
             "scope": self.calibration.scope(program.kind if program else None),
         }
 
-    def _weights(self) -> list[int]:
-        """Digest of this rank's weights: replicas that differ cannot compute equal bits."""
+    def _weights(self) -> dict[str, list[int]]:
+        """Digests of this rank's weights: replicas that differ cannot compute equal bits."""
         known = self.recorder.weights if self.recorder is not None and self.recorder.guards == self.guards else None
-        return list(known or weights_digest(self.guards))
+        return known or weights_digests(self.guards)
 
     def _cause(self, step: int) -> str:
         if not self._auditing:

@@ -18,6 +18,7 @@ from sdcrun.core import attribute, topology
 from sdcrun.core.audit import ARBITER, OWN, REPEAT, RING, Audit, Comparison, Difference
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names
 from sdcrun.shim.microbatch import to_bytes
+from sdcrun.shim.replay.collectives import CollectiveRefused
 from sdcrun.shim.replay.run import NotReplayable, Result, replay
 
 SENT_BYTES = 16 << 20
@@ -43,9 +44,11 @@ class Rounds:
         self._tag = 1000 + (step % 100_000) * ROUNDS
         self._last: dict[tuple[int, str], Result] = {}
 
-    def run(self, statement: dict[str, Any], weights: Callable[[], list[int]], own: bool, cause: str) -> Audit:
-        """The whole audit. `statement`: {position, window, scope} of this rank; `weights` gives the digest of this
-        rank's weights; `own`: every owner also computes its own micro-batch again. Raises ExchangeFailed."""
+    def run(
+        self, statement: dict[str, Any], weights: Callable[[], dict[str, list[int]]], own: bool, cause: str
+    ) -> Audit:
+        """The whole audit. `statement`: {position, window, scope} of this rank; `weights` gives the digests of this
+        rank's weights by module; `own`: every owner also computes its own micro-batch again. Raises ExchangeFailed."""
         group = self.group
         received = self._ship({owner: [replayer] for owner, replayer in self.partner.items()})
         comparisons = [self._compute(owner, RING) for owner in received]
@@ -70,7 +73,7 @@ class Rounds:
             domains=tuple(self.domains),
             comparisons=_comparisons(said),
             calibration=own,
-            weights_agree=all(one["weights"] == said[0]["weights"] for one in said),
+            weights_agree=_alike([one["weights"] for one in said]),
             declined=tuple((group.ranks[rank], reason) for rank, reason in sorted(declined.items())),
             cause=cause,
             position=said[0]["position"],
@@ -187,7 +190,7 @@ class Rounds:
         result: Result | str
         try:
             result = replay(parcel.program, self.guards, self.callbacks)
-        except NotReplayable as error:
+        except (NotReplayable, CollectiveRefused) as error:
             result = str(error)
         except _OUT_OF_MEMORY:
             result = "out of memory"
@@ -211,6 +214,12 @@ class Rounds:
         )
         self.unstable = {name for one in said for name in one["unstable"]}
         return replace(audit, comparisons=audit.comparisons + _comparisons(said))
+
+
+def _alike(held: list[dict[str, list[int]]]) -> bool:
+    """Whether the ranks that hold a module hold the same weights. One that the script has dropped lives on in some
+    ranks until their collector runs."""
+    return all(other.get(name, digest) == digest for one in held for name, digest in one.items() for other in held)
 
 
 def _comparisons(said: list[dict[str, Any]]) -> tuple[Comparison, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import struct
 from collections import deque
 
@@ -21,7 +22,7 @@ from sdcrun.shim.checkpoints import tables
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.transport import BallotFailed
 
-TAG_TABLE, TAG_TENSOR = 11, 12
+TAG_TABLE, TAG_TENSOR, TAG_NAMES = 11, 12, 13
 KEPT_TABLES = 4
 ON_PURPOSE = "the replicas differ in every tensor since the first vote: this script keeps them apart on purpose"
 
@@ -63,6 +64,8 @@ class WeightVote:
         self.agreed: dict[str, deque] = {kind: deque(maxlen=KEPT_TABLES) for kind in ("weights", "optimizer")}
         self.optimizer_off = False
         self._optimizer_voted: int | None = None
+        # Modules that some rank holds no more: the script has dropped them, and collectors run when they like.
+        self._dropped: set[str] = set()
 
     def tables(self) -> list[tables.Table]:
         """What all ranks agreed on lately, weights and optimizer state, the oldest first."""
@@ -86,12 +89,10 @@ class WeightVote:
             return
         group = self.group
         if self.weights is None or any(t.data_ptr() != p for t, p in zip(self.weights.tensors, self._pointers)):
-            self.weights = Table("weights", self.parameters())
-            self._pointers = [t.data_ptr() for t in self.weights.tensors]
+            self._take()
         group.checks["weights"]["run"] += 1
         try:
-            agree = self._agree(self.weights, step, ballot.PHASE_VOTE)
-            if agree:
+            if self._agree_on_weights(step):
                 self.clean_before = True
                 self._keep(step, self.weights)
                 self._buffers(step)
@@ -112,9 +113,29 @@ class WeightVote:
         """The parameters of all guarded modules by their names in events."""
         return {
             guard.qualified(name): parameter.detach()
-            for guard in self.group.guards
+            for guard in self._guards()
             for name, parameter in guard.parameters.items()
         }
+
+    def _guards(self) -> list:
+        return [guard for guard in self.group.guards if guard.name not in self._dropped]
+
+    def _agree_on_weights(self, step: int) -> bool:
+        """Whether all ranks hold the same weights of the modules that all of them hold."""
+        if self._agree(self.weights, step, ballot.PHASE_VOTE):
+            return True
+        mine = [guard.name for guard in self._guards()]
+        held = [json.loads(names) for names in self.group.exchange.gather(json.dumps(mine).encode(), TAG_NAMES)]
+        gone = {name for names in held for name in names if any(name not in others for others in held)}
+        if not gone:
+            return False
+        self._dropped |= gone
+        self._take()
+        return self._agree(self.weights, step, ballot.PHASE_VOTE)
+
+    def _take(self) -> None:
+        self.weights = Table("weights", self.parameters())
+        self._pointers = [t.data_ptr() for t in self.weights.tensors]
 
     def _agree(self, table: Table, step: int, phase: int) -> bool:
         words = ballot.digest_words(table.read(), ballot.tag(step, 0, phase))
@@ -170,7 +191,7 @@ class WeightVote:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Tensors of the optimizers' state that belong to guarded parameters: "<number>.<key>.<parameter>"."""
-        names = {id(p): guard.qualified(n) for guard in self.group.guards for n, p in guard.parameters.items()}
+        names = {id(p): guard.qualified(n) for guard in self._guards() for n, p in guard.parameters.items()}
         found = {}
         for number, reference in enumerate(self.group.optimizers):
             optimizer = reference()

@@ -93,10 +93,15 @@ def _pairs(rows: torch.Tensor) -> list[Pair]:
     return [(first, second) for first, second in rows.tolist()]
 
 
-def weights_digest(guards: list) -> tuple[int, int]:
-    """One digest of all parameters of these guards, as they are now."""
+def weights_digests(guards: list) -> dict[str, list[int]]:
+    """Guard's name -> digest of all its parameters, as they are now."""
     tensors = [parameter.detach() for guard in guards for parameter in guard.parameters.values()]
-    return tuple(digest(fingerprints(tensors), [metadata(tensor) for tensor in tensors]))
+    rows, digests, at = fingerprints(tensors), {}, 0
+    for guard in guards:
+        end = at + len(guard.parameters)
+        digests[guard.name] = list(digest(rows[at:end], [metadata(tensor) for tensor in tensors[at:end]]))
+        at = end
+    return digests
 
 
 def values_table(prefix: str, tensors: list[torch.Tensor]) -> dict[str, Pair]:

@@ -14,7 +14,7 @@ import torch
 
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
 from sdcrun.shim.replay import compiled, modulestate
-from sdcrun.shim.replay.collect import GradientTable, values_table, weights_digest
+from sdcrun.shim.replay.collect import GradientTable, values_table, weights_digests
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
@@ -35,7 +35,7 @@ class Token:
 
 class Case:
     """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
-    roots as numbers; `finite`: those and all gradients were; `weights`: digest of the weights right after it."""
+    roots as numbers; `finite`: those and all gradients were; `weights`: digests of the weights right after it."""
 
     def __init__(self, program: Program, losses: list[float]) -> None:
         self.program = program
@@ -43,7 +43,7 @@ class Case:
         self.finite = True
         self.expected: dict[str, tuple[int, int]] = {}
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.weights: tuple[int, int] | None = None
+        self.weights: dict[str, list[int]] | None = None
 
 
 class Recorder:
@@ -60,7 +60,7 @@ class Recorder:
         self.declined: str | None = None
         self.done = False
         self.backwards = 0
-        self.weights: tuple[int, int] | None = None
+        self.weights: dict[str, list[int]] | None = None
         self.callbacks: dict[str, Any] = {}
         self._epoch = 0
         self._sentinel: tuple | None = None
@@ -330,7 +330,7 @@ class Recorder:
             self.case, self.declined = case, None
         if self.backwards > self.pick:
             if self.case is not None:
-                self.case.weights = weights_digest(self.guards)
+                self.case.weights = weights_digests(self.guards)
             self.finish()
 
     # -- end ----------------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class Recorder:
         if program.externals:
             return None
         if self.case.weights is not None:
-            self.weights = weights_digest(self.guards)
+            self.weights = weights_digests(self.guards)
             if self.weights != self.case.weights:
                 return "the weights were changed between the recorded backward and the update"
         program.window = max(self.backwards, 1)
