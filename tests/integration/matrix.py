@@ -10,22 +10,24 @@ import pytest
 from harness import LOOPS, differences, launch
 from test_idioms import assert_failed_alike, assert_untouched, with_faults
 
-FILES = ("optimizers", "ddp_options", "compiled", "strange", "workers")
+FILES = ("optimizers", "ddp_options", "compiled", "strange", "surroundings", "workers")
 EVERY_STEP = ("--sdc-weights-every", "1", "--sdc-audit-every", "1")
 FAULTS = {
-    "nan": ("gradient:rank=1,step=2,kind=nan", "nonfinite"),
+    "nan": ("gradient:rank=1,step=3,kind=nan", "nonfinite"),
     "inf": ("gradient:rank=0,step=1,kind=inf", "nonfinite"),
     "weight": ("weight:rank=1,step=3,kind=bitflip,bit=20", "weights"),
-    "gradient": ("gradient:rank=2,step=2,kind=bitflip,bit=22", "replay"),
+    "gradient": ("gradient:rank=2,step=3,kind=bitflip,bit=22", "replay"),
 }
 # Loops in which a fault at these steps is legally not met: fewer steps, other groups, or no rank-wide lockstep.
 NOT_FAULTED = {
     "small_group", "two_groups", "join_initial_world", "join_effective_world", "join_context", "grad_scaler",
     "grad_scaler_overflow", "grad_scaler_one_rank_overflows", "hook_custom", "clip_gradients", "lbfgs",
+    "sparse_gradients",
 }  # fmt: skip
 RANK_STATE = {  # loops in which something that belongs to one rank is part of the state that is compared
     "batchnorm_buffers_broadcast", "batchnorm_buffers_local", "evaluate_everywhere", "weights_loaded_part_way",
-    "odd_parameters", "deep_copied", "saved_to_memory", "compiled_in_place", "compiled_outside_eager",
+    "odd_parameters", "ignored_parameters", "deep_copied", "saved_to_memory", "compiled_in_place",
+    "compiled_outside_eager",
 }  # fmt: skip
 
 

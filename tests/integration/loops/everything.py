@@ -4,8 +4,10 @@ import compiled
 import ddp_options
 import optimizers
 import strange
+import surroundings
 import workers
 from record import main
 
 if __name__ == "__main__":
-    main(optimizers.LOOPS + ddp_options.LOOPS + compiled.LOOPS + strange.LOOPS + workers.LOOPS)
+    files = (optimizers, ddp_options, compiled, strange, surroundings, workers)
+    main([loop for file in files for loop in file.LOOPS])
