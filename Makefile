@@ -9,7 +9,7 @@ FAULT := weight:rank=2,step=20,kind=bitflip,bit=27
 # Several ranks share this machine: one thread each, as torchrun itself sets it for several ranks of one node.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint readme bench bench-full matrix clean
+.PHONY: demo test test-all lint readme bench bench-full matrix clean
 
 demo: $(STAMP)
 	$(BIN)/sdcrun --sdc-dir $(DEMO) --sdc-job demo --nnodes 4 --inject-fault $(FAULT) examples/train_gpt.py --steps 40
@@ -24,6 +24,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check sdcrun tests examples
 
 test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
 	$(BIN)/python -m pytest
 
 # Runs the commands of README.md and puts what they print into it.

@@ -121,7 +121,7 @@ def test_static_with_the_control_plane_cut_off_then_the_cable(lab):
     no_secret(lab)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_node_is_lost_and_the_others_go_on(lab, lost):
     """Also when it is the one that kept the record: the copy on another host becomes the record."""
     options = ("--max-restarts", "3")
@@ -151,6 +151,7 @@ def test_a_node_is_lost_and_the_others_go_on(lab, lost):
         assert any("took over" in line for line in kept[0].says())
 
 
+@pytest.mark.slow
 def test_the_node_with_the_record_is_lost_and_the_job_with_it(lab):
     """No restart: whoever holds the copy ends the record."""
     processes = launch(lab, lambda index: c10d(lab, index, host=2), 300)
@@ -168,6 +169,7 @@ def test_the_node_with_the_record_is_lost_and_the_job_with_it(lab):
     assert {e.source.split(":")[1] for e in on_record(kept[0]) if e.kind == "job_end"} == {"node1", "node2"}
 
 
+@pytest.mark.slow
 def test_a_node_with_another_version_is_refused(lab):
     """It trains all the same, and its rank shows as unguarded in the record; both sides say why."""
     lab.nodes[2].replace(Path(sdcrun.__file__), '__version__ = "0.0.1"\n')
