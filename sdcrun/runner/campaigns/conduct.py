@@ -64,8 +64,9 @@ class Conductor:
 
     # -- the clean launch ---------------------------------------------------------------------------------------------
 
-    def _refer(self, restore: bool) -> None:
-        """A launch without faults, with the same restores: what every cell is compared with, step by step."""
+    def _refer(self, restore: bool, why_not: str | None = None) -> None:
+        """A launch without faults, with the same restores: what every cell is compared with, step by step. `why_not`:
+        why the state cannot be put back, where an earlier one has shown that."""
         slots = min(len(self.pending), self.matrix.cells_per_launch)
         self.show.say(f"clean launch: {self.matrix.warmup} steps of warm-up, {slots} x {self.matrix.horizon} steps")
         ended = self._launch((), slots, restore, "clean run")
@@ -77,7 +78,7 @@ class Conductor:
         why = next((found[slot].restored for slot in whole if found[slot].restored is not None), None)
         if restore and why is not None:
             self.show.say(f"the state cannot be put back ({why}): a launch counts up to the first cell with a trace")
-            self._refer(restore=False)
+            self._refer(restore=False, why_not=why)
             return
         if len(whole) < slots:
             self.show.say(f"the script ends after {self.matrix.first(len(whole))} steps or soon after: "
@@ -89,7 +90,7 @@ class Conductor:
         attempt = state.roster.last
         off = dict(attempt.checks_off) if attempt else {}
         self.book.append("reference", {
-            "run": ended.job_dir.name, "restore": restore, "why_not": why,
+            "run": ended.job_dir.name, "restore": restore, "why_not": why_not,
             "world_size": attempt.world_size if attempt else 0,
             "nodes": len({place.node for place in attempt.places.values()}) if attempt else 0,
             "off": off, "limits": list(attempt.limits) if attempt else [],
