@@ -79,8 +79,8 @@ class Scratch:
         text = text.replace(f"{self.folder}/", "").replace(f"{ROOT}/", "").replace(str(self.folder), ".")
         text = re.sub(rf"\d{{8}}-\d{{6}}-{re.escape(host.partition('.')[0])}(-\d+)?", JOB, text)
         text = re.sub(r"\bhost " + re.escape(host) + r"\b", f"host {HOST}", text)
-        # The line that is said once a minute is there or not as the machine is slow or fast.
-        status = re.compile(r"\[sdcrun\] .* [\d?]+/[\d?]+ guarded$")
+        # Lines that are said now and then are there or not as the machine is slow or fast.
+        status = re.compile(r"\[sdcrun\] (.* [\d?]+/[\d?]+ guarded|\d+ of \d+ cells; .*)$")
         return "\n".join(line.rstrip() for line in text.splitlines() if not status.match(line)) + "\n"
 
 
