@@ -9,8 +9,8 @@ from sdcrun.core.smoke import BLAMELESS
 
 EXPLAINED = ("clean-after-triage", "amp-overflow", "not-hardware")
 CHECKPOINTS = {
-    "checkpoint-damaged": "loaded that did not hold what was saved: stop and load another one.",
-    "checkpoint-withheld": "not what the ranks agree on, and so withheld (sdcrun checkpoints).",
+    "checkpoint-damaged": "loaded damaged: stop, and load another one (sdcrun checkpoints).",
+    "checkpoint-withheld": "withheld, not being what the ranks agree on (sdcrun checkpoints).",
 }
 GOOD, WATCH, BAD = "good", "watch", "bad"
 LEVEL_STYLES = {GOOD: "bold green", WATCH: "bold yellow", BAD: "bold red"}

@@ -80,6 +80,7 @@ class Keeper:
 
     def _withhold(self, contents, target, path, is_path, writer, verdict: Verdict, format: str) -> Any:
         if path is None:
+            self._say_limit(None)
             reason = f"DISSENT, but written into memory, where nothing can be withheld: {verdict.reason}"
             if self.runtime.config.on_bad_checkpoint == "raise":
                 self._note(None, verdict, WITHHELD, verdict.reason, dissent=True)
@@ -92,31 +93,37 @@ class Keeper:
             path, self._mark(), lambda place: writer(contents, place), describe, files.WITHHELD
         )
         self._no_sidecar(path, problem)
+        if not is_path:
+            self._say_limit(path)
         self._note(path + files.WITHHELD, verdict, WITHHELD, verdict.reason, dissent=True)
         self.followers.saved(path, True)
         if self.runtime.config.on_bad_checkpoint == "raise":
             raise CheckpointWithheld(f"{path} was not written (contents in {path}{files.WITHHELD}): {verdict.reason}")
         return None
 
-    def save_together(self, contents: Any, path: str, writer: Callable[[Any, str], Any], coordinator: bool,
-                      members: int) -> Any:  # fmt: skip
+    def save_together(self, contents: Any, path: str, writer: Callable[[Any, str, Callable[[], None]], Any],
+                      coordinator: bool, members: int) -> Any:  # fmt: skip
         """A save in which `members` ranks take part under one path, a folder: they tell each other their verdicts
-        first, so that all of them write to the same place. `coordinator` notes it."""
+        first, so that all of them write to the same place. `writer(contents, place, written)` calls `written` once the
+        folder is complete; the `coordinator` notes it then."""
         contents, verdict = self._verdict(contents)
         self._together += 1
         state, reason = verdict.state if verdict is not None else "", verdict.reason if verdict is not None else ""
         worst = self._worst_of_all(f"together/{self.runtime.attempt}/{self._together}", state, members)
         if verdict is None:
-            return writer(contents, path + files.WITHHELD if worst == WITHHELD else path)
+            return writer(contents, path + files.WITHHELD if worst == WITHHELD else path, lambda: None)
         if worst is None:
             state, reason = UNVERIFIED, f"not all ranks said whether their part is good; here: {reason}"
         elif worst != state:
             state, reason = worst, f"another rank's part is {worst}"
         place = path + files.WITHHELD if state == WITHHELD else path
-        result = writer(contents, place)
-        if coordinator:
-            self._sidecar_beside(place, verdict, "dcp", state, reason)
-            self._note(place, verdict, state, reason, dissent=state == WITHHELD)
+
+        def written() -> None:
+            if coordinator:
+                self._no_sidecar(place, files.write_sidecar(place, self._folder_sidecar(place, verdict, state, reason)))
+                self._note(place, verdict, state, reason, dissent=state == WITHHELD)
+
+        result = writer(contents, place, written)
         if state == WITHHELD and self.runtime.config.on_bad_checkpoint == "raise":
             raise CheckpointWithheld(f"{path} was not written (contents in {place}): {reason}")
         return result
@@ -153,6 +160,21 @@ class Keeper:
         """The sidecar of what is not, or not surely, complete and closed."""
         if path is not None:
             self._no_sidecar(path, files.write_sidecar(path, self._sidecar(verdict, format, state, reason)))
+
+    def _folder_sidecar(self, place: str, verdict: Verdict, state: str, reason: str) -> dict[str, Any]:
+        """The sidecar of a folder. Any rank may have written a tensor on which ranks do not vote (a buffer, which may
+        differ from rank to rank): of these it holds what is in the folder now."""
+        sidecar = self._sidecar(verdict, "dcp", state, reason)
+        try:
+            reading = reader.read(place)
+            for name, entry in sidecar["table"].items():
+                stored = reading.tensors.get(name.replace("/", "."))
+                if "voted" not in entry and stored is not None:
+                    entry["fingerprint"] = hexadecimal(stored.fingerprint())
+            sidecar["frame"] = reading.frame()
+        except (OSError, ValueError, NotImplementedError, MemoryError) as error:
+            self.runtime.limit(f"{place} could not be read back: {error}"[:300])
+        return sidecar
 
     def _no_sidecar(self, path: str, problem: str | None) -> None:
         if problem is not None:
@@ -248,7 +270,7 @@ class Keeper:
             if dtype.removeprefix("torch.") != entry.get("dtype") or list(shape) != entry.get("shape"):
                 continue
             expected = entry.get("fingerprint")
-            if expected == f"{row[0] & MASK:016x}{row[1] & MASK:016x}":
+            if expected == hexadecimal(row):
                 continue
             word = locate_in_tensor(saved.leaves[name].tensor, (int(expected[:16], 16), int(expected[16:], 16)))
             itemsize = saved.leaves[name].tensor.element_size()
@@ -264,6 +286,11 @@ class Keeper:
             )  # fmt: skip
 
 
+def hexadecimal(row: tuple[int, int]) -> str:
+    """A fingerprint as 32 hexadecimal digits."""
+    return f"{row[0] & MASK:016x}{row[1] & MASK:016x}"
+
+
 def sidecar_table(saved: Saved, voted: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Name in the file -> {dtype, shape, bytes, fingerprint, voted?} of every tensor of a save; `voted` maps names to
     those in the ranks' tables."""
@@ -272,7 +299,7 @@ def sidecar_table(saved: Saved, voted: dict[str, str]) -> dict[str, dict[str, An
         dtype, shape, _, nbytes = saved.metas[name]
         table[name] = {
             "dtype": dtype.removeprefix("torch."), "shape": list(shape) if isinstance(shape, tuple) else [],
-            "bytes": nbytes, "fingerprint": f"{row[0] & MASK:016x}{row[1] & MASK:016x}",
+            "bytes": nbytes, "fingerprint": hexadecimal(row),
             **({"voted": voted[name]} if name in voted else {}),
         }  # fmt: skip
     return table

@@ -298,7 +298,7 @@ def _read_folder(folder: str) -> Reading:
         raise Damaged("the folder has no .metadata: the save did not end") from None
     except pickle.UnpicklingError as error:
         raise Damaged(f"its .metadata cannot be read: {error}") from None
-    reading = Reading(strange=True)
+    reading = Reading(strange=True, files=sorted(entry.path for entry in os.scandir(folder) if entry.is_file()))
     try:
         for index, info in _attributes(metadata)["storage_data"].items():
             where, place = _attributes(index), _attributes(info)

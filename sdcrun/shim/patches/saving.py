@@ -6,6 +6,7 @@ patched right after they have been imported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -118,7 +119,7 @@ def install(runtime) -> None:
                 key: value.state_dict() if _stateful(value) else value for key, value in state_dict.items()
             }
 
-            def writer(contents, place):
+            def writer(contents, place, written):
                 given = kwargs if place == path else {**kwargs, "checkpoint_id": place}
                 unfinished.add(place)
                 try:
@@ -127,11 +128,18 @@ def install(runtime) -> None:
                 except BaseException:
                     unfinished.discard(place)
                     raise
+
+                def done(future=None):
+                    unfinished.discard(place)
+                    if future is None or future.exception() is None:
+                        with contextlib.suppress(Exception):
+                            written()
+
                 future = getattr(result, "upload_completion", result)
                 if hasattr(future, "add_done_callback"):
-                    future.add_done_callback(lambda _: unfinished.discard(place))
+                    future.add_done_callback(done)
                 else:
-                    unfinished.discard(place)
+                    done()
                 return result
 
             members = 1 if kwargs.get("no_dist") or not dist.is_initialized() else dist.get_world_size(
