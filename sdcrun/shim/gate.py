@@ -53,7 +53,7 @@ def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
     group = guard.group
     started = group.clock()
     register()
-    if any(hasattr(p, "_in_backward_optimizers") for p in guard.parameters.values()) and not guard.off_reason:
+    if group.step < 2 and guard.steps_in_backward() and not guard.off_reason:
         guard.off_reason = "the optimizer runs inside the backward: no gate lies between gradient and update"
         runtime.unguarded(guard.off_reason)
     if guard.off_reason:
@@ -320,8 +320,11 @@ def moment(optimizer):
     """On CUDA an event after all work queued so far: the weights are those of this version once it has passed."""
     if not torch.cuda.is_initialized():
         return None
+    place = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    if place is None or place.type != "cuda":
+        return None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(place))
     return event
 
 

@@ -67,6 +67,11 @@ class Guard:
             "bytes": sum(p.numel() * p.element_size() for p in tensors),
         }
 
+    def steps_in_backward(self) -> bool:
+        """Whether torch's apply_optimizer_in_backward has been at these parameters; it must come before the first
+        forward."""
+        return any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.parameters.values())
+
     def open_window(self) -> None:
         """The first training forward after a decision: remember the buffers as they are now."""
         self.window_open, self.decision, self.synced = True, None, False
