@@ -55,7 +55,7 @@ class Solo:
     def again(self, **options):
         """(what was expected, what the replay computed)."""
         parcel = self.parcel()
-        result = replay(parcel.program, self.guards, self.recorder.callbacks, **options)
+        result = replay(parcel.program, self.guards, self.recorder.local, **options)
         return parcel.expected, result
 
 

@@ -87,7 +87,7 @@ def _twice(rounds, strict: bool) -> list[Result | str]:
     program = replace(rounds.mine.program, strict=strict)
     for _ in range(2):
         try:
-            results.append(replay(program, rounds.guards, rounds.callbacks, trace=True))
+            results.append(replay(program, rounds.guards, rounds.local, trace=True))
         except Exception as error:
             results.append(f"{type(error).__name__}: {error}"[:160])
     return results

@@ -14,7 +14,7 @@ import torch
 
 from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.microbatch import Autocast, Random, dumps, freeze, pack, tensors_of
-from sdcrun.shim.replay import compiled
+from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.program import FALLBACK, FORWARD, Backward, Call, Entry, Packed, Program, Ref
 from sdcrun.shim.replay.run import all_finite
 from sdcrun.shim.replay.tape import version_of
@@ -64,10 +64,9 @@ class LastBatches:
             self.whole = False
             return None
         self._bytes += size
-        callback = compiled.noted
         held = Held(
             guard, inputs, kwargs, [version_of(tensor) for tensor in tensors], Random.now(), Autocast.now(),
-            callback is not None and callback is not False,
+            Local.of(guard.module).compiled,
         )  # fmt: skip
         self.held.append(held)
         return held

@@ -7,6 +7,7 @@ Every decision that ranks must share is made from what all of them have gathered
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.collect import weights_digests
 from sdcrun.shim.replay.determinism import StrictKernels
+from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.record import Recorder
 from sdcrun.shim.replay.state import replaying
 from sdcrun.shim.transport import BallotFailed
@@ -30,6 +32,7 @@ PHASE_AUDIT = 9
 DECLINES = 3
 STRANGERS = 2
 NEVER = 1 << 30
+SLOWER = 30  # an audit of a long step takes long: a message may take as many windows
 
 
 def _all_differ(audit: Audit) -> bool:
@@ -70,6 +73,8 @@ class Auditor:
         self.guards: list = []
         self._before: Recorder | None = None
         self._auditing = False
+        self._local: dict[str, Local] = {}
+        self._opened = 0.0
         self._stale: list[Recorder] = []
         self._kernels: StrictKernels | None = None
         self._audits = 0
@@ -91,6 +96,7 @@ class Auditor:
         """At the first training forward of a window. `audit`: record it."""
         self._drop()
         self.guards = [guard for guard in self.group.guards if guard.ddp is not None]
+        self._opened = time.monotonic()
         before, self._before = self._before, None
         self._auditing = audit and self.off is None
         ahead = self.off is None and self._several() and schedule.audit_due(step + 1, self.group.audit_every)
@@ -113,10 +119,20 @@ class Auditor:
             return None
         if guard not in self.guards:
             self.guards.append(guard)
+        self._local[guard.name] = Local.of(guard.module)
         token = None
         if self.recorder is not None and not self.recorder.done:
-            token = self.recorder.before_forward(guard, inputs, kwargs)
+            token = self._recording(self.recorder.before_forward, guard, inputs, kwargs)
         return token, self.last.begin(guard, inputs, kwargs)
+
+    def _recording(self, part, *args: Any) -> Any:
+        """Trouble while recording costs this window's audit, nothing else."""
+        try:
+            return part(*args)
+        except Exception as error:
+            boot.trace(f"recording: {error!r}")
+            self.recorder.fail(f"recording failed: {type(error).__name__}: {error}"[:160])
+            return None
 
     def after_forward(self, guard, token: Any, output: Any) -> None:
         """The module has returned."""
@@ -124,12 +140,12 @@ class Auditor:
         if held is not None:
             self.last.end(held, output)
         if recorded is not None and self.recorder is not None:
-            self.recorder.after_forward(recorded, output)
+            self._recording(self.recorder.after_forward, recorded, output)
 
     def left_ddp(self, guard, token: Any, output: Any) -> None:
         """DDP.forward has returned: what follows is the script's own."""
         if token is not None and token[0] is not None and self.recorder is not None and not self.recorder.done:
-            self.recorder.left_ddp(token[0], output)
+            self._recording(self.recorder.left_ddp, token[0], output)
 
     def around_backward(self, run, tensors: Any, grad_tensors: Any, options: dict) -> Any:
         """Counts backwards and lets the recorder stand around them."""
@@ -206,10 +222,10 @@ class Auditor:
         if not self.guards:
             self.guards = [guard for guard in self.group.guards if guard.ddp is not None]
         parcel = self._parcel(hit)
-        callbacks = dict(self.recorder.callbacks) if self.recorder is not None else {}
         rounds = Rounds(
-            self.group, self.guards, step, parcel, callbacks, self.calibration.excluded, turn=self._audits
-        )
+            self.group, self.guards, step, parcel, self._local, self.calibration.excluded, turn=self._audits,
+            limit=max(self.group.config.exchange_timeout, SLOWER * (time.monotonic() - self._opened)),
+        )  # fmt: skip
         failure, audit = None, None
         try:
             audit = rounds.run(

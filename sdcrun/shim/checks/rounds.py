@@ -29,18 +29,21 @@ _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
 class Rounds:
     """One audit of `group` (group ranks inside, global ranks in the record). `parcel`: this rank's micro-batch, or why
-    there is none ("": none is asked for); `excluded`: names that are not compared."""
+    there is none ("": none is asked for); `excluded`: names that are not compared;
+    `limit`: how long one message may take, in seconds."""
 
     def __init__(
-        self, group, guards: list, step: int, parcel: Parcel | str, callbacks: dict, excluded: frozenset, turn: int
-    ) -> None:
+        self, group, guards: list, step: int, parcel: Parcel | str, local: dict, excluded: frozenset, turn: int,
+        limit: float,
+    ) -> None:  # fmt: skip
         self.group, self.guards, self.step = group, guards, step
-        self.mine, self.callbacks, self.excluded = parcel, callbacks, excluded
+        self.mine, self.local, self.excluded = parcel, local, excluded
         self.domains = topology.failure_domains(group.nodes)
         self.partner = topology.replayer_of(range(group.size), self.domains, group.devices, turn)
         self.seconds = {"ship": 0.0, "replay": 0.0, "compare": 0.0}
         self.parcels: dict[int, Parcel | str] = {group.rank: parcel}
         self.unstable: set[str] = set()
+        self._limit = limit
         self._tag = 1000 + (step % 100_000) * ROUNDS
         self._last: dict[tuple[int, str], Result] = {}
 
@@ -143,7 +146,7 @@ class Rounds:
                 wanted.append(name)
                 room -= size
         try:
-            result = replay(parcel.program, self.guards, self.callbacks, keep=wanted)
+            result = replay(parcel.program, self.guards, self.local, keep=wanted)
         except Exception:
             return {}
         return {self.name(name): tensor.to("cpu", torch.float32) for name, tensor in result.kept.items()}
@@ -160,7 +163,7 @@ class Rounds:
 
     def _swap(self, sends: dict[int, bytes], receives: list[int]) -> dict[int, bytes]:
         self._tag += 1
-        return self.group.exchange.swap(sends, receives, self._tag)
+        return self.group.exchange.swap(sends, receives, self._tag, self._limit)
 
     def _ship(self, routes: dict[int, list[int]]) -> list[int]:
         """Sends micro-batches along owner -> ranks; returns the owners whose case this rank must compute now."""
@@ -189,7 +192,7 @@ class Rounds:
             return Comparison(ranks[owner], ranks[self.group.rank], role, False, declined=parcel or "no micro-batch")
         result: Result | str
         try:
-            result = replay(parcel.program, self.guards, self.callbacks)
+            result = replay(parcel.program, self.guards, self.local)
         except (NotReplayable, CollectiveRefused) as error:
             result = str(error)
         except _OUT_OF_MEMORY:
@@ -204,7 +207,8 @@ class Rounds:
     def gather(self, statement: dict[str, Any]) -> list[dict[str, Any]]:
         started = time.perf_counter()
         self._tag += 1
-        said = [json.loads(part) for part in self.group.exchange.gather(json.dumps(statement).encode(), self._tag)]
+        payload = json.dumps(statement).encode()
+        said = [json.loads(part) for part in self.group.exchange.gather(payload, self._tag, self._limit)]
         self.seconds["compare"] += time.perf_counter() - started
         return said
 

@@ -116,6 +116,19 @@ def assign(module: torch.nn.Module, values: dict[Key, Any]) -> None:
                 held[attribute] = value
 
 
+def silence_loggers(module: torch.nn.Module) -> None:
+    """Lightning's modules log into their trainer, outside of the module: a replay must not. To be used where attributes
+    are put back afterwards."""
+    for part in module.modules():
+        if any(base.__name__ == "LightningModule" for base in type(part).__mro__):
+            for name in ("log", "log_dict", "print"):
+                vars(part)[name] = _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for a logging method."""
+
+
 @contextmanager
 def preserved(module: torch.nn.Module) -> Iterator[None]:
     """Puts every attribute of every submodule back as it was: rebound, added, deleted ones, and lists' contents."""

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
-from sdcrun.shim.replay import compiled, modulestate
+from sdcrun.shim.replay import modulestate
 from sdcrun.shim.replay.collect import GradientTable, values_table, weights_digests
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
+from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
 from sdcrun.shim.replay.tape import Tape, version_of
 
@@ -61,7 +62,7 @@ class Recorder:
         self.done = False
         self.backwards = 0
         self.weights: dict[str, list[int]] | None = None
-        self.callbacks: dict[str, Any] = {}
+        self.local: dict[str, Local] = {}
         self._epoch = 0
         self._sentinel: tuple | None = None
         self._watches: dict[int, HookWatch] = {}
@@ -86,7 +87,7 @@ class Recorder:
         made = {ref for entry in entries for ref in entry.outs}
         self._outputs = [output for output in before._outputs if output[0] in made]
         self._versions = {id(entry): before._versions[id(entry)] for entry in entries if id(entry) in before._versions}
-        self.callbacks.update(before.callbacks)
+        self.local.update(before.local)
         self._epoch = before._epoch + 1
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -118,8 +119,8 @@ class Recorder:
                 call.held[key] = self._frozen(tensor, call)
         token.collectives = collective_counts()
         token.versions = [version_of(p) for p in module.parameters()]
-        callback = self.callbacks[guard.name] = compiled.noted
-        call.compiled = callback is not None and callback is not False
+        local = self.local[guard.name] = Local.of(module)
+        call.compiled = local.compiled
         if not call.compiled and not hasattr(module, "_orig_mod"):
             watch = self._watches.get(place)
             if watch is None:
@@ -360,6 +361,12 @@ class Recorder:
             return f"a tensor of the micro-batch cannot be shipped: {type(error).__name__}: {error}"[:160]
         return None
 
+    def fail(self, reason: str) -> None:
+        """Nothing of this window can be audited."""
+        self.tape.hard.insert(0, reason)
+        self.case, self.declined = None, reason
+        self.finish()
+
     def finish(self) -> None:
         """Stops recording; hooks of the script are as they were."""
         self.done = True
@@ -376,6 +383,6 @@ class Recorder:
         self._outputs.clear()
         self._versions.clear()
         self._sentinel = None
-        self.callbacks.clear()
+        self.local.clear()
         self.tape.clear()
         return ended

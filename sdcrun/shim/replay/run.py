@@ -8,7 +8,6 @@ reducer never learns of it. Random states, autocast, attributes, hooks and modes
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,8 @@ from sdcrun.shim.replay.collectives import NoCollectives
 from sdcrun.shim.replay.compiled import set_eval_frame
 from sdcrun.shim.replay.determinism import strict_kernels
 from sdcrun.shim.replay.hooks import onlookers_silenced
+from sdcrun.shim.replay.local import Local
+from sdcrun.shim.replay.muted import muted
 from sdcrun.shim.replay.program import FORWARD, Apply, Backward, Call, Gradient, Op, Program, Ref, operator
 from sdcrun.shim.replay.state import replay_scope
 
@@ -48,20 +49,20 @@ class Result:
 
 
 def replay(
-    program: Program, guards: list, callbacks: dict[str, Any], keep: Iterable[str] = (), trace: bool = False
+    program: Program, guards: list, local: dict[str, Local], keep: Iterable[str] = (), trace: bool = False
 ) -> Result:
     """Runs `program` on the modules of `guards` (those of its group).
 
-    `callbacks`: module's name -> dynamo's callback, as seen at its last forward here. Raises NotReplayable; any other
+    `local`: module's name -> what was seen at its last forward here. Raises NotReplayable; any other
     exception is the program's own (out of memory, say).
     """
-    return _Run(program, guards, callbacks, keep, trace).run()
+    return _Run(program, guards, local, keep, trace).run()
 
 
 class _Run:
-    def __init__(self, program, guards, callbacks, keep, trace) -> None:
+    def __init__(self, program, guards, local, keep, trace) -> None:
         here = {guard.name: guard for guard in guards}
-        self.program, self.callbacks = program, callbacks
+        self.program, self.local = program, local
         self.guards = [here.get(name) for name in program.names]
         for place in self._places():
             if self.guards[place] is None:
@@ -89,8 +90,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(replay_scope())
             stack.callback(Random.now().restore)
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            stack.enter_context(muted())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_disable_current_modes())
@@ -130,6 +130,7 @@ class _Run:
         self.shadows[place] = shadows
         stack.enter_context(_without_gradients(module))
         stack.enter_context(modulestate.preserved(module))
+        modulestate.silence_loggers(module)
         stack.enter_context(_reparametrize_module(module, {**shadows, **self.buffers.get(place, {})}))
         acting = [e.acting for e in self.program.entries if isinstance(e, Call) and e.guard == place]
         if acting and all(places is not None for places in acting):
@@ -176,7 +177,10 @@ class _Run:
         with torch.no_grad():
             for name, ref in call.buffers.items():
                 self._set_buffer(module, self.buffers.get(call.guard, {}).get(name), name, self._resolve(ref))
+        local = self.local.get(self.guards[call.guard].name, Local())
         modulestate.assign(module, call.attributes)
+        if local.forward is not None:
+            vars(module)["forward"] = local.forward
         modulestate.assign(module, {key: self._resolve(ref) for key, ref in call.held.items()})
         if call.epoch != self.epoch:
             torch.clear_autocast_cache()
@@ -189,7 +193,7 @@ class _Run:
             if self.trace:
                 stack.enter_context(_traced(module, self.result.trace))
             if call.compiled:
-                output = self._compiled(call, args, kwargs)
+                output = self._compiled(call, local, args, kwargs)
             else:
                 output = module(*args, **kwargs)
         outputs = tensors_of(output)
@@ -206,13 +210,12 @@ class _Run:
             where, _, leaf = name.rpartition(".")
             module.get_submodule(where)._buffers[leaf] = value
 
-    def _compiled(self, call: Call, args: tuple, kwargs: dict) -> Any:
+    def _compiled(self, call: Call, local: Local, args: tuple, kwargs: dict) -> Any:
         """Under the callback of dynamo that the module's forwards run under here, so that the same graphs are used."""
-        callback = self.callbacks.get(self.guards[call.guard].name)
-        if callback is None or callback is False:
+        if not local.compiled:
             raise NotReplayable("the module runs compiled on its owner and not here")
         ddp = self.guards[call.guard].ddp
-        before = set_eval_frame(callback)
+        before = set_eval_frame(local.callback)
         try:
             return ddp._run_ddp_forward(*args, **kwargs)
         finally:
