@@ -18,7 +18,7 @@ pytest.importorskip("safetensors")
 
 SAVING, WAITING = LOOPS / "saving.py", LOOPS / "waiting.py"
 DAMAGED = "copied live optimizer opened memory replaced named_temporary rotated threaded tensors together".split()
-OLD = [f"{name}.pt" for name in "copied live optimizer replaced named_temporary threaded".split()] + ["tensors.safetensors"]
+OLD = "copied.pt live.pt optimizer.pt replaced.pt named_temporary.pt threaded.pt tensors.safetensors".split()
 UNSURE = {
     "half.pt": "float16", "ema.pt": "matches no vote", "swapped.pt": "swapped or loaded on purpose",
 }  # fmt: skip

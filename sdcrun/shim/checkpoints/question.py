@@ -67,13 +67,14 @@ class Snapshots:
         vote = self.group.weights or WeightVote(self.group)
         sources = {"weights": vote.parameters, "optimizer": vote.optimizer_state}
         tables = {kind: Read(kind, sources[kind]()) for kind in kinds}
-        if any(t.is_cuda for table in tables.values() for t in table.tensors):
+        place = next((t.device for table in tables.values() for t in table.tensors if t.is_cuda), None)
+        if place is not None:
             # The stream that others use may hold a collective that waits for the rank that asks.
-            self._side = self._side or torch.cuda.Stream()
+            self._side = self._side or torch.cuda.Stream(place)
             moment = self.group.weights_clock.moment
             if moment is not None:
                 self._side.wait_event(moment)
-            with torch.cuda.stream(self._side):
+            with torch.cuda.device(place), torch.cuda.stream(self._side):
                 for table in tables.values():
                     table.read()
         else:

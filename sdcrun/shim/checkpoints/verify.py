@@ -76,8 +76,7 @@ def _judged(path: str, sidecar: dict[str, Any]) -> tuple[int, list[str]]:
     state, reason = sidecar.get("state"), sidecar.get("reason") or "no reason given"
     count = len(sidecar["table"])
     if state in ("verified", "provisional"):
-        later = "" if state == "verified" else " (provisional: no clean audit since)"
-        return GOOD, [f"{path}: {state}, {count} tensors are as the ranks agreed{later}: {reason}"]
+        return GOOD, [f"{path}: {state}, {count} tensors are those that were saved: {reason}"]
     if state == "unverified":
         return UNKNOWN, [f"{path}: cannot tell: the {count} tensors are those that were saved, but {reason}"]
     return WRONG, [f"{path}: {state}: {reason}"]
