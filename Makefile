@@ -43,5 +43,9 @@ bench-full: $(STAMP)
 matrix: $(STAMP)
 	$(BIN)/python -m pytest tests/integration/matrix.py
 
+# Every fault of the matrix on the GPT example, and the table of what was caught.
+campaign: $(STAMP)
+	$(BIN)/sdcrun campaign --sdc-dir build/campaign configs/campaign.yaml -- --nnodes 3 examples/train_gpt.py
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info sdcrun_jobs bench.json
