@@ -10,6 +10,7 @@ import pytest
 from harness import LOOPS, differences, launch
 from test_idioms import assert_failed_alike, assert_untouched, with_faults
 
+pytestmark = pytest.mark.timeout(2000)
 FILES = ("optimizers", "ddp_options", "compiled", "strange", "surroundings", "workers")
 EVERY_STEP = ("--sdc-weights-every", "1", "--sdc-audit-every", "1")
 FAULTS = {
@@ -78,7 +79,6 @@ def test_compiled_by_inductor(ranks, plain, tmp_path):
     assert guarded.findings == []
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("loop", [loop for loop in LOOPS_OF if loop not in NOT_FAULTED])
 def test_fault(loop, fault, plain, tmp_path):
