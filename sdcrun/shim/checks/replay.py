@@ -98,6 +98,8 @@ class Auditor:
         self.guards = [guard for guard in self.group.guards if guard.ddp is not None]
         self._opened = time.monotonic()
         before, self._before = self._before, None
+        if before is not None:
+            before.finish()
         self._auditing = audit and self.off is None
         ahead = self.off is None and self._several() and schedule.audit_due(step + 1, self.group.audit_every)
         if self._auditing or ahead:

@@ -17,6 +17,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from sdcrun.shim.microbatch import Autocast, Packed, Random, dumps, freeze, pack, tensors_of
 from sdcrun.shim.patches import autograd
+from sdcrun.shim.replay import compiled
 from sdcrun.shim.replay.collectives import NAMESPACES, collective_counts
 from sdcrun.shim.replay.program import Apply, Entry, Gradient, Op, Ref
 
@@ -204,15 +205,23 @@ class Tape:
         if dispatch._len_torch_dispatch_stack() > 0:
             self._soften("a dispatch mode of the script's own is active around the model")
             return
+        if compiled.inside():
+            self._soften("the model is called from inside compiled code")
+            return
         self._mode = TapeMode(self)
         self._mode.__enter__()
         autograd.watch(self)
 
     def stop(self) -> bool:
-        """Stops listening. False if that must wait because a mode of the script lies on top of ours."""
+        """Stops listening. False if that must wait, because a mode of the script lies on top of ours or compiled code
+        is running."""
         if self._mode is None:
             return True
         autograd.unwatch()
+        if compiled.inside():
+            self._soften("compiled code was running at the backward")
+            self.paused = True
+            return False
         if dispatch._get_current_dispatch_mode() is not self._mode:
             self._soften("a dispatch mode of the script's own was active at the backward")
             self.paused = True
