@@ -158,6 +158,21 @@ def test_blindness_within_a_connection_counts_from_the_unanswered_word():
     assert blindness.quiet(700.0 + BLIND_AFTER / 2 + 3) == 3
 
 
+def test_blindness_is_told_again_when_the_peer_died_right_after_hearing_of_it():
+    blindness = Blindness()
+    blindness.began(0.0, 1000.0)
+    blindness.spoke(1.0, 1001.0)
+    told = blindness.heard(20.0, 1020.0)
+    blindness.lost(21.0, 1021.0)
+    assert blindness.reconnected(22.0, 1022.0) == told
+    blindness.lost(23.0, 1023.0)
+    later = blindness.reconnected(40.0, 1040.0)
+    assert (later["since"], later["until"]) == (told["since"], 1040.0), "one statement for both"
+    blindness.heard(40.1, 1040.1)
+    blindness.lost(60.0, 1060.0)
+    assert blindness.reconnected(61.0, 1061.0) is None, "long on record"
+
+
 def test_blindness_without_a_connection():
     blindness = Blindness()
     assert blindness.reconnected(0.0, 1000.0) is None
@@ -165,7 +180,8 @@ def test_blindness_without_a_connection():
     assert blindness.reconnected(BLIND_AFTER / 2, 1004.0) is None
     assert blindness.reconnected(50.0, 1050.0)["since"] == 1000.0
     blindness.heard(50.0, 1050.0)
-    assert blindness.reconnected(51.0, 1051.0) is None
+    blindness.lost(60.0, 1060.0)
+    assert blindness.reconnected(61.0, 1061.0) is None
     blindness.lost(70.0, 1070.0)
     assert blindness.reconnected(90.0, 1090.0)["since"] == 1070.0, "a quiet connection that stood was not blind"
     blindness.heard(90.0, 1090.0)

@@ -1,0 +1,158 @@
+"""Things happen to the control plane of a real training: it does not lose a step, nor the record an event."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+import pytest
+from launchkit import Launch
+
+LOOP = Path(__file__).parent / "loops" / "paced.py"
+STEPS = 400
+
+
+@pytest.fixture
+def train(tmp_path):
+    started = []
+
+    def start(*options, steps=STEPS):
+        script = f"import runpy\nsys.argv = ['', '{steps}', '0.05']\nrunpy.run_path({str(LOOP)!r}, run_name='__main__')"
+        own = ("--nproc-per-node", "3", "--sdc-audit-every", "10", "--sdc-weights-every", "5", *options)
+        started.append(Launch(tmp_path, script, *own))
+        return started[0]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small disk: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def controller(run):
+    """The controller's process, once it is there."""
+    return run.until(lambda: [p for p in run.processes() if "controller" in p.cmdline()[1:3]], "no controller")[0]
+
+
+def steps(run, rank=0):
+    path = run.folder / f"steps.0.{rank}"
+    return [float(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def trained(run, more, rank=0):
+    """Wait until so many more steps are made: training does not wait for what has just been done to the controller."""
+    before = len(steps(run, rank))
+    run.until(lambda: len(steps(run, rank)) >= before + more, "training stands still")
+
+
+def fill(folder):
+    """Leave no room at all."""
+    with open(folder / "ballast", "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+
+
+def whole(run, job):
+    """All steps were made, every client's events are on record once, in order; returns (events, report)."""
+    assert run.end() == 0, run.err.read_text()[-3000:]
+    assert [len(steps(run, rank)) for rank in range(3)] == [STEPS] * 3
+    events = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
+    streams = defaultdict(list)
+    for event in events:
+        streams[event["source"], event["session"], event["attempt"]].append(event["seq"])
+    for stream, seqs in streams.items():
+        assert seqs == list(range(1, len(seqs) + 1)), stream
+    assert not [event for event in events if event["kind"] in ("gap", "check_off")]
+    report = json.loads((job / "report.json").read_text())
+    assert (report["status"], report["guarded_ranks"], report["findings"]) == ("finished", 3, [])
+    assert report["steps"] == {"seen": STEPS, "committed": STEPS, "skipped": 0}
+    assert not (job / "spool").exists()
+    return events, report
+
+
+def test_controller_stopped_and_killed(train):
+    """Also: its secret is in no file that others may read, in no log, in no command line."""
+    run = train()
+    run.until(lambda: len(steps(run)) > 3, "no steps")
+    process = controller(run)
+    path = next(run.job.glob("controller-*.json"))
+    secret = json.loads(path.read_text())["secret"]
+    held = [file for file in run.job.rglob("*") if file.is_file() and secret in file.read_text(errors="replace")]
+    assert path in held and all(file.stat().st_mode & 0o077 == 0 for file in held), held
+    assert all(file.name.startswith(path.name) for file in held), held
+    assert not [pid for pid in psutil.pids() if secret.encode() in _bytes(Path(f"/proc/{pid}/cmdline"))]
+    stopped = time.time()
+    process.send_signal(signal.SIGSTOP)
+    trained(run, 50)
+    while time.time() < stopped + 10:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGCONT)
+    trained(run, 10)
+    process.kill()
+    trained(run, 10)
+    run.until(lambda: controller(run).pid != process.pid, "no other controller")
+    again = controller(run)
+    again.kill()
+    events, report = whole(run, run.job)
+    blind = [event["data"] for event in events if event["kind"] == "blind"]
+    assert any(stopped - 8 < row["since"] < stopped + 8 for row in blind), blind
+    assert any("blind" in text for text in report["limits"])
+    starts = [event["data"]["restarted"] for event in events if event["kind"] == "started"]
+    assert len(starts) >= 2 and starts == [False] + [True] * (len(starts) - 1)
+    everything = [run.out, run.err, *(file for file in run.job.rglob("*") if file.is_file())]
+    assert not [file for file in everything if secret in file.read_text(errors="replace")]
+
+
+def _bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_full_disk_in_the_middle(train, small_disk):
+    run = train("--sdc-dir", str(small_disk))
+    job = small_disk / "job"
+    run.until(lambda: len(steps(run)) > 3, "no steps")
+    fill(small_disk)
+    run.until(lambda: any("cannot write the record" in line for line in run.says()), "no warning")
+    trained(run, 40)
+    os.unlink(small_disk / "ballast")
+    trained(run, 10)
+    whole(run, job)
+    assert sum("cannot write the record" in line for line in run.says()) == 1
+
+
+@pytest.mark.slow
+def test_disk_that_stays_full(train, small_disk):
+    run = train("--sdc-dir", str(small_disk), steps=60)
+    run.until(lambda: len(steps(run)) > 3, "no steps")
+    fill(small_disk)
+    assert run.process.wait(120) == 0
+    assert [len(steps(run, rank)) for rank in range(3)] == [60] * 3
+    assert any("cannot write the record" in line for line in run.says())
+
+
+def test_read_only_job_folder(train, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    run = train("--sdc-dir", str(small_disk), steps=30)
+    assert run.process.wait(120) == 0
+    assert [len(steps(run, rank)) for rank in range(3)] == [30] * 3
+    warnings = [line for line in run.says() if "warning" in line]
+    assert len(warnings) == 1 and "no record of this run" in warnings[0] and "Read-only file system" in warnings[0]
