@@ -74,6 +74,27 @@ def test_a_writer_that_fails_leaves_the_old_file_and_raises_its_own_error(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["model.pt", "model.pt.sdc.json"]
 
 
+@pytest.mark.parametrize(("free", "in_place"), [(50_000, True), (10_000, False), (10_000_000, False)])
+def test_a_disk_with_room_for_one_copy_is_used_as_an_ordinary_save_would(tmp_path, monkeypatch, free, in_place):
+    (tmp_path / "model.pt").write_bytes(b"o" * 150_000)
+    monkeypatch.setattr(files, "_free", lambda folder: free)
+
+    def writer(path):
+        if path != str(tmp_path / "model.pt"):
+            raise RuntimeError("unexpected pos 64 vs 0")
+        Path(path).write_bytes(b"n" * 100_000)
+
+    if in_place:
+        write_whole(str(tmp_path / "model.pt"), "0", writer, described, size=100_000)
+        assert read_sidecar(str(tmp_path / "model.pt"))["size"] == 100_000
+    else:
+        with pytest.raises(RuntimeError):
+            write_whole(str(tmp_path / "model.pt"), "0", writer, described, size=100_000)
+        assert (tmp_path / "model.pt").read_bytes() == b"o" * 150_000
+    assert (tmp_path / "model.pt").read_bytes()[:1] == (b"n" if in_place else b"o")
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
 def test_without_a_folder_the_writer_s_own_error_comes_out(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_whole(str(tmp_path / "absent" / "model.pt"), "0", put(b"new"), described)

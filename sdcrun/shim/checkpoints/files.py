@@ -23,6 +23,7 @@ from typing import Any
 SIDECAR = ".sdc.json"
 WITHHELD = ".withheld"
 LOCK_SECONDS = 2.0
+SPARE = 64 << 10
 
 # As they were before `Followers` wraps them.
 _replace, _unlink, _copyfile = os.replace, os.unlink, shutil.copyfile
@@ -34,13 +35,16 @@ _lock = threading.Lock()
 Describe = Callable[[str], "dict[str, Any]"]
 
 
-def write_whole(path: str, mark: str, writer: Callable[[str], Any], describe: Describe, suffix: str = "") -> Any:
+def write_whole(
+    path: str, mark: str, writer: Callable[[str], Any], describe: Describe, suffix: str = "", size: int = 0
+) -> tuple[Any, str | None]:
     """Lets `writer` write `path`, so that a kill at any moment leaves the old file or the new one, and puts what
     `describe(written)` gives into the sidecar. Returns the writer's result and why there is no sidecar, or None.
 
     With `suffix` the contents go to `path` + `suffix` and `path` is left alone. Symbolic links are followed. A path
     that is no regular file, has hard links (others see the same inode) or lies in a folder in which nothing can be made
-    is written directly. `mark` tells the ranks of a job apart.
+    is written directly; so is one of about `size` bytes on a disk that has room for it only in place of the old one,
+    where an ordinary save would have succeeded. `mark` tells the ranks of a job apart.
     """
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
@@ -58,7 +62,17 @@ def write_whole(path: str, mark: str, writer: Callable[[str], Any], describe: De
         return result, write_sidecar(path + suffix, describe(path + suffix))
     try:
         temporary = os.path.join(room, name)
-        result = writer(temporary)
+        try:
+            result = writer(temporary)
+        except Exception:
+            # Emptied as well: who failed to write it may have it open still, and its room is needed.
+            _quietly(os.truncate, temporary, 0)
+            _quietly(_unlink, temporary)
+            if suffix or status is None or not _only_in_place(folder, status.st_size, size):
+                raise
+            _quietly(_unlink, sidecar_of(path))
+            result = writer(path)
+            return result, write_sidecar(path, describe(path))
         if status is not None:
             _keep_owner(temporary, status)
         sidecar, problem = os.path.join(room, "sidecar"), None
@@ -77,6 +91,21 @@ def write_whole(path: str, mark: str, writer: Callable[[str], Any], describe: De
         shutil.rmtree(room, ignore_errors=True)
         with _lock:
             _busy.discard(room)
+
+
+def _only_in_place(folder: str, old: int, size: int) -> bool:
+    """Whether a file of `size` bytes fits where one of `old` bytes is, and not beside it."""
+    try:
+        free = _free(folder)
+    except OSError:
+        return False
+    return bool(size) and free < size + SPARE <= free + old
+
+
+def _free(folder: str) -> int:
+    """Bytes that this process may still write in the file system of a folder."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 @contextlib.contextmanager
@@ -283,6 +312,6 @@ class Followers:
         return text if text in self.good or text in self.withheld else None
 
 
-def _quietly(function, *paths: str) -> None:
+def _quietly(function, *arguments: str | int) -> None:
     with contextlib.suppress(OSError):
-        function(*paths)
+        function(*arguments)

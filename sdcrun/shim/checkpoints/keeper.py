@@ -56,7 +56,10 @@ class Keeper:
             return self._withhold(contents, target, path, is_path, writer, verdict, format)
         if is_path:
             describe = self._describer(verdict, format, verdict.state, verdict.reason)
-            result, problem = files.write_whole(path, self._mark(), lambda place: writer(contents, place), describe)
+            size = sum(meta[3] for meta in verdict.saved.metas.values())
+            result, problem = files.write_whole(
+                path, self._mark(), lambda place: writer(contents, place), describe, size=size
+            )
             self._no_sidecar(path, problem)
         else:
             result = writer(contents, target)
@@ -89,10 +92,14 @@ class Keeper:
             self._note(None, verdict, UNVERIFIED, reason, dissent=True)
             return result
         describe = self._describer(verdict, format, WITHHELD, verdict.reason)
-        _, problem = files.write_whole(
-            path, self._mark(), lambda place: writer(contents, place), describe, files.WITHHELD
-        )
-        self._no_sidecar(path, problem)
+        try:
+            _, problem = files.write_whole(
+                path, self._mark(), lambda place: writer(contents, place), describe, files.WITHHELD
+            )
+            self._no_sidecar(path, problem)
+        except Exception as error:
+            # It would not have been the file that the script wants; that there is no room for it is no reason to end.
+            self.runtime.limit(f"what was withheld from {path} could not be kept: {error}"[:300])
         if not is_path:
             self._say_limit(path)
         self._note(path + files.WITHHELD, verdict, WITHHELD, verdict.reason, dissent=True)
