@@ -83,11 +83,16 @@ def render(report: dict[str, Any], platform: str) -> str:
         host = suspect["device"]["host"]
         if not suspect["strikes"]:
             lines.append("# no strike: look at data, learning rate and code first; no line is made for it")
-        elif all(HOST.fullmatch(name) for name in (host, *filter(None, suspect["names"].values()))):
+        elif all(_is_plain(name) for name in (host, *filter(None, suspect["names"].values()))):
             lines += lines_for(host, _reason(report, suspect), suspect["names"])
         else:
             lines.append("# the host name is not a plain one, so no line is made for it; look it up by hand")
     return "\n".join(lines) + "\n"
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name may stand in a command as it is. Slurm takes the name ALL, in any case, for every node."""
+    return HOST.fullmatch(name) is not None and name.partition(".")[0].lower() != "all"
 
 
 def _about(suspect: dict[str, Any]) -> list[str]:

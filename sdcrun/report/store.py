@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import errno
+import fcntl
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from sdcrun.core.types import Event
 EVENTS = "events.jsonl"
 JOB = "job.json"
 DEFAULT_ROOT = "sdcrun_jobs"
+LOCK_SECONDS = 1.0
 
 
 class JobError(ValueError):
@@ -57,10 +60,9 @@ class EventLog:
         os.makedirs(self.path.parent, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            size = os.fstat(fd).st_size
-            whole = _end_of_last_line(fd, size)
-            if whole != size:
-                os.ftruncate(fd, whole)
+            if _torn(fd) and _only_writer(fd) and _torn(fd):
+                os.ftruncate(fd, _end_of_last_line(fd, os.fstat(fd).st_size))
+            _lock(fd, fcntl.LOCK_SH)
         except OSError:
             os.close(fd)
             raise
@@ -71,6 +73,32 @@ class EventLog:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _torn(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return _end_of_last_line(fd, size) != size
+
+
+def _only_writer(fd: int) -> bool:
+    """Whether nobody else has the log open to write: what looks like a torn line may be one that is being written."""
+    until = time.monotonic() + LOCK_SECONDS
+    while not _lock(fd, fcntl.LOCK_EX):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _lock(fd: int, kind: int) -> bool:
+    """Take or change this file's lock without waiting. Where the file system has no locks nothing speaks against it."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _end_of_last_line(fd: int, size: int) -> int:

@@ -126,3 +126,22 @@ def test_finding_jobs(tmp_path, monkeypatch):
     monkeypatch.setenv("SDCRUN_DIR", str(tmp_path / "elsewhere"))
     with pytest.raises(store.JobError, match="no jobs in"):
         store.find_job(None)
+
+
+def test_a_line_that_another_writer_is_writing_is_not_cut_off(tmp_path, monkeypatch):
+    """`sdcrun approve` on a running job: half a line of the controller's may be all that can be seen of it."""
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
+    controller, person = store.EventLog(tmp_path), store.EventLog(tmp_path)
+    controller.append_lines(b"")
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(b"half a li")
+    person.append_lines(b"")
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(b"ne\n")
+    person.append_lines(b"approved\n")
+    assert (tmp_path / "events.jsonl").read_bytes() == b"half a line\napproved\n"
+    controller.close(), person.close()
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(b"half a li")
+    store.EventLog(tmp_path).append_lines(b"")
+    assert (tmp_path / "events.jsonl").read_bytes() == b"half a line\napproved\n"
