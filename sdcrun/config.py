@@ -133,7 +133,8 @@ def unseen_faults(config: Config, domains: int | None = None, replicas: int | No
         except faultspec.FaultSpecError as error:
             raise UsageError(f"--inject-fault {error}")
         if unseen:
-            lines.append(f"--inject-fault {text}: no check of this run can see it and name its device, by design: {unseen}")
+            why = f"no check of this run can see it and name its device, by design: {unseen}"
+            lines.append(f"--inject-fault {text}: {why}")
     return lines
 
 
