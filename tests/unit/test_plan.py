@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -203,6 +205,9 @@ def test_job_that_is_running_is_noticed(folder):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # sdcrun"])
     try:
         (path / f"controller-h-{sleeper.pid}.json").write_text("{}")
+        while not Path(f"/proc/{sleeper.pid}/cmdline").read_bytes():
+            # The arguments appear a moment after the parent goes on.
+            time.sleep(0.01)
         assert jobfolder.running(str(path), "h") == sleeper.pid
         assert jobfolder.running(str(path), "other-host") is None
     finally:
