@@ -25,7 +25,6 @@ from sdcrun.shim.inject_base import Fault, Faults
 from sdcrun.shim.inject_hooks import (
     Saving,
     first_tensor,
-    mark,
     marked,
     marked_first,
     matching,
@@ -36,7 +35,7 @@ from sdcrun.shim.inject_hooks import (
 )
 from sdcrun.shim.inject_values import takes
 from sdcrun.shim.patches import autograd
-from sdcrun.shim.replay.state import keep_in_replay, replaying
+from sdcrun.shim.replay.state import keep_in_replay, mark, replaying
 
 
 class Injector(Faults):

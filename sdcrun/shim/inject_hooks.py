@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from sdcrun.shim.inject_values import takes
+from sdcrun.shim.replay.state import puts_fault
 
 
 class Replace(torch.autograd.Function):
@@ -34,15 +35,9 @@ def replaced(tensor: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
     return wrong
 
 
-def mark(hook):
-    """Marks a hook on a parameter as one that puts a fault in."""
-    hook._sdcrun = True
-    return hook
-
-
 def marked(parameter: torch.Tensor) -> list[int]:
     """Keys of the marked hooks on a parameter."""
-    return [key for key, hook in (parameter._backward_hooks or {}).items() if getattr(hook, "_sdcrun", False)]
+    return [key for key, hook in (parameter._backward_hooks or {}).items() if puts_fault(hook)]
 
 
 def marked_first(parameter: torch.Tensor) -> None:

@@ -398,14 +398,14 @@ def recorded(rank):
     autograd.observers.append(recorder)
     rank.guard.window_open = True
     batch = torch.randn(5, 6)
-    token = recorder.before_forward(0, (batch,), {})
+    token = recorder.before_forward(rank.guard, (batch,), {})
     output = rank.model(batch)
     recorder.after_forward(token, output)
     recorder.left_ddp(token, output)
     output.square().mean().backward()
     autograd.observers.remove(recorder)
     assert recorder.pack() is None
-    result = replay(recorder.case.program, [rank.guard], recorder.callbacks)
+    result = replay(recorder.case.program, [rank.guard], recorder.local)
     return recorder.case.expected, result.table
 
 
@@ -419,7 +419,7 @@ def test_the_audit_sees_a_fault_and_its_replay_has_it_where_the_device_does(site
         wrong = {name for name in healthy if owned[name] != healthy[name]}
         again = {name for name in healthy if replayed[name] != healthy[name]}
         assert wrong and again == (wrong if where == "device" else set())
-        assert wrong == {"0:first.weight"} or site != "gradient"
+        assert wrong == {":first.weight"} or site != "gradient"
         events = [(e["phase"], e["tensor"], e["index"]) for e in rank.injected()]
         _, tensor, index = events[0]
         assert events == [("step", tensor, index), ("replay", tensor, index)][: 2 if where == "device" else 1]

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from sdcrun.shim.fingerprint import Collector, digest, fingerprints, metadata
+from sdcrun.shim.replay.state import puts_fault
 
 Pair = tuple[int, int]
 
@@ -37,7 +38,7 @@ class GradientTable:
         self._lock = threading.Lock()
 
     def watch(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Hooks a parameter, in front of whatever hooks it has."""
+        """Hooks a parameter, in front of whatever hooks it has but those that put a fault in."""
         bare = parameter._backward_hooks is None
         handle = parameter.register_hook(lambda gradient: self._see(name, gradient))
         hooks = parameter._backward_hooks
@@ -46,8 +47,9 @@ class GradientTable:
             mine = hooks.pop(handle.id)
             others = list(hooks.items())
             hooks.clear()
+            hooks.update(item for item in others if puts_fault(item[1]))
             hooks[handle.id] = mine
-            hooks.update(others)
+            hooks.update(item for item in others if not puts_fault(item[1]))
         self._handles.append((handle, parameter if bare else None))
 
     def _see(self, name: str, gradient: torch.Tensor) -> None:

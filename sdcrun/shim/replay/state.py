@@ -34,3 +34,14 @@ def kept_in_replay(hook) -> bool:
     """The mark of `keep_in_replay`, also on the function behind a bound method or a partial."""
     inner = getattr(hook, "func", hook)
     return any(getattr(part, "_sdcrun_keep", False) for part in (hook, inner, getattr(inner, "__func__", inner)))
+
+
+def mark(hook):
+    """Marks a hook on a parameter as one that puts a fault in: whoever looks at the gradient must see the fault."""
+    hook._sdcrun = True
+    return hook
+
+
+def puts_fault(hook) -> bool:
+    """The mark of `mark`."""
+    return getattr(hook, "_sdcrun", False)
