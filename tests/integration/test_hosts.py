@@ -95,7 +95,7 @@ def test_c10d_three_hosts_one_record(lab):
 
 
 def test_static_with_the_control_plane_cut_off_then_the_cable(lab):
-    """Training does not notice that one node cannot reach the controller; what it says in the meantime arrives later."""
+    """Training does not notice that a node cannot reach the controller; what it says in the meantime arrives late."""
     processes = launch(lab, lambda index: static(lab, index), 250)
     runtime = lab.wait(lambda: list(lab.nodes[0].job.glob("controller-*.json")), "no controller")[0]
     lab.wait(lambda: (lab.nodes[2].folder / "steps.0.2").exists() and len(steps_of(lab.nodes[2], 2)) > 5, "no steps")
