@@ -20,6 +20,7 @@ from sdcrun.shim.rendezvous import Rendezvous
 from sdcrun.shim.transport import SIDE_LIMIT, transport_for
 
 LISTED_RANKS = 64
+APART = "the replicas differ on purpose between two averagings (localSGD)"
 
 
 def _side_group(store, place: int, size: int, limit: float):
@@ -134,6 +135,7 @@ class GuardGroup:
     def _drop(self, guard) -> None:
         # Most scripts drop their module at the end: the rank that saves after that must still hear what it held.
         self.runtime.keeper.questions.leave(self)
+        guard.ends()
         self.guards.remove(guard)
         # A script that wraps its module anew has both guards for a while: what the later one took over stays with it.
         for parameter in guard.parameters.values():
@@ -143,10 +145,25 @@ class GuardGroup:
         if self.weights is not None:
             self.weights.forget()
 
+    def keeps_replicas_apart(self) -> None:
+        """The script lets replicas differ on purpose: neither votes nor replays can say anything."""
+        from sdcrun.shim.checks.weights import WeightVote
+
+        if self.weights is None:
+            self.weights = WeightVote(self)
+        self.weights.turn_off(self.step, APART)
+        if self.auditor is not None:
+            self.auditor.go_off(APART)
+
     def meet(self, optimizer) -> None:
         """Numbers an optimizer; the order is the script's, so it is the same on all ranks."""
         if all(known() is not optimizer for known in self.optimizers):
             self.optimizers.append(weakref.ref(optimizer))
+            if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+                self.runtime.limit(
+                    "ZeroRedundancyOptimizer: each parameter's update is computed on one rank and sent to all; what goes "
+                    "wrong in it reaches every replica alike and is not seen", "weights",
+                )  # fmt: skip
 
     def number_of(self, optimizer) -> int:
         """The optimizer's number in this group."""

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 RUN, SKIP = "run", "skip"
+ELSEWHERE = "the weights change outside torch.optim.Optimizer.step: by a duck-typed optimizer or in the backward"
 
 # A buffer's bits are compared in the first windows and then once in so many.
 LOOKS, LOOK_EVERY = 4, 64
@@ -44,6 +45,7 @@ class Guard:
         self._windows = 0
         self.buffers_synced = False
         self.ungated = 0
+        self.gated = False
         self.off_reason: str | None = None
         self.token = None
         self.sample: tuple[int, float] | None = None
@@ -77,10 +79,15 @@ class Guard:
         self.window_open, self.decision, self.synced = True, None, False
         self.save_buffers()
 
+    def ends(self) -> None:
+        """The module or the process ends: was no gate ever reached although the weights have moved?"""
+        if self.ungated >= 2 and not self.gated:
+            self.group.runtime.unguarded(ELSEWHERE)
+
     def close_window(self, decision: str) -> None:
         """The gate has decided; everything seen in the window is dropped."""
         self.window_open, self.decision, self.synced = False, decision, False
-        self.ungated = 0
+        self.ungated, self.gated = 0, True
         self.local_sums.clear()
         self.reduced_sums.clear()
         self.local_bad.clear()

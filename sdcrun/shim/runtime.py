@@ -180,6 +180,8 @@ class Runtime:
             if self.campaign is not None:
                 self.campaign.finish()
             for group in self.groups.values():
+                for guard in group.guards:
+                    guard.ends()
                 group.summarize()
             self.keeper.questions.leave()
             if self.injector is not None:

@@ -87,7 +87,7 @@ class Auditor:
         domains = topology.failure_domains(group.nodes)
         if not topology.replayer_of(range(group.size), domains, group.devices):
             reasons = topology.without_partner(range(group.size), domains, group.devices)
-            self._go_off(next(iter(reasons.values()), "no partner"))
+            self.go_off(next(iter(reasons.values()), "no partner"))
         autograd.observers.append(self)
 
     # -- the window ---------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Auditor:
             self.group.runtime.limit(f"no replay audit of some steps, the first of them {step}: {text}", "replay")
         self._declines += 1
         if self._declines >= DECLINES and not self._audits:
-            self._go_off(text)
+            self.go_off(text)
 
     def at_gate(self, step: int, hit: bool) -> AuditOutcome:
         """The audit of this window, or the triage of a non-finite gradient; a collective of the group."""
@@ -256,11 +256,11 @@ class Auditor:
             self.calibration.passed()
         self._strangers = self._strangers + 1 if everybody else 0
         if self._strangers >= STRANGERS:
-            self._go_off(
+            self.go_off(
                 "all pairs differ since the first audit: the forward depends on the rank, or devices compute other bits"
             )
         if self.calibration.hopeless is not None:
-            self._go_off(self.calibration.hopeless)
+            self.go_off(self.calibration.hopeless)
         outcome.mismatch, outcome.vote = mismatch, kind == attribute.WEIGHTS_DIFFER
         outcome.event = _concise(replace(audit, skipped=mismatch, hit=hit)).to_json()
         if audit.scope != "all" and self._auditing:
@@ -280,7 +280,7 @@ class Auditor:
             self.group.turn_off(f"after the audit of step {step} the ranks were not at the same place")
             return False
         if maxima[0] or (maxima[1] and maxima[2]):
-            self._go_off(failure or "another rank could not finish an audit")
+            self.go_off(failure or "another rank could not finish an audit")
             return False
         return True
 
@@ -321,7 +321,8 @@ class Auditor:
     def _tag(self, step: int) -> int:
         return 900 + step % 90
 
-    def _go_off(self, reason: str) -> None:
+    def go_off(self, reason: str) -> None:
+        """No more audits in this attempt."""
         if self.off is None:
             self.off = reason
             self.group.emit("check_off", {"check": "replay", "reason": reason, "step": self.group.step})

@@ -103,9 +103,10 @@ class WeightVote:
         except BallotFailed as error:
             group.turn_off(f"the weight vote of step {step} failed: {error}")
         except ExchangeFailed as error:
-            self._turn_off(step, f"the exchange after a dissenting vote failed: {error}")
+            self.turn_off(step, f"the exchange after a dissenting vote failed: {error}")
 
-    def _turn_off(self, step: int, reason: str) -> None:
+    def turn_off(self, step: int, reason: str) -> None:
+        """No more votes in this attempt."""
         self.off = True
         self.group.emit("check_off", {"check": "weights", "reason": reason, "step": step})
 
@@ -155,11 +156,11 @@ class WeightVote:
         group, table = self.group, self.weights
         result = self._vote(table)
         if result is None:
-            self._turn_off(step, "the ranks hold different tensors")
+            self.turn_off(step, "the ranks hold different tensors")
             return
         if not self.clean_before and not result.minority and len(result.no_majority) > len(table.names) // 2:
             if group.size > 2:
-                self._turn_off(step, ON_PURPOSE)
+                self.turn_off(step, ON_PURPOSE)
                 return
         action, again, why = "reported", None, None
         if group.config.on_weight_fault == "stop":

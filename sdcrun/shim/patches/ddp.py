@@ -180,6 +180,8 @@ def install(runtime) -> None:
         self._comm_hooks.append((hook, state))
         _register(self, cell)
         cell.user = (state, hook)
+        if cell.guard is not None and "localSGD" in getattr(hook, "__qualname__", ""):
+            cell.guard.group.keeps_replicas_apart()
 
     @functools.wraps(original_builtin)
     def _register_builtin_comm_hook(self, comm_hook_type):

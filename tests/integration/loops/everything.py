@@ -3,11 +3,12 @@
 import compiled
 import ddp_options
 import optimizers
+import perturbed
 import strange
 import surroundings
 import workers
 from record import main
 
 if __name__ == "__main__":
-    files = (optimizers, ddp_options, compiled, strange, surroundings, workers)
+    files = (optimizers, perturbed, ddp_options, compiled, strange, surroundings, workers)
     main([loop for file in files for loop in file.LOOPS])

@@ -109,7 +109,10 @@ class Stage:
             if self.before_audit is not None:
                 self.before_audit()
             outcome = self.auditor.at_gate(self.step, self.hit)
-            self.outcomes.append(outcome)
+            if outcome.compared:
+                self.outcomes.append(outcome)
+            else:
+                self.reasons.append(self.said[-1] if self.said else "nothing was compared")
             skip = outcome.mismatch
         self.auditor.window_closes()
         self.step, self.open, self.hit = self.step + 1, False, False

@@ -245,6 +245,55 @@ def gathered_negatives(rank):
     return train(model, step_loss)
 
 
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks, with gradients for all of them."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.zeros_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+@idiom(OUTPUTS)
+def gathered_by_a_function(rank):
+    """The collective hides in a custom Function, whose backward has one too."""
+    model = DDP(Net())
+
+    def step_loss(step):
+        out = F.normalize(model(batch(step)[0]), dim=-1)
+        loss = F.cross_entropy(out @ Gathered.apply(out).t(), torch.arange(len(out)) + rank * len(out))
+        loss.backward()
+        return loss
+
+    return train(model, step_loss)
+
+
+@idiom(WHOLE)
+def gradients_that_balance_losses(rank):
+    """Gradients of each loss are taken for the weights themselves before the backward."""
+    model = DDP(Net())
+
+    def step_loss(step):
+        x, y = batch(step)
+        out = model(x)
+        parts = (F.cross_entropy(out, y), out.pow(2).mean())
+        weights = list(model.module.parameters())
+        taken = [torch.autograd.grad(part, weights, retain_graph=True, allow_unused=True) for part in parts]
+        norms = [torch.stack([g.norm() for g in gradients if g is not None]).norm() for gradients in taken]
+        loss = parts[0] + parts[1] * (norms[0] / norms[1])
+        loss.backward()
+        return loss
+
+    return train(model, step_loss)
+
+
 @idiom(OUTPUTS)
 def dispatch_mode_around_the_model(rank):
     from torch.utils.flop_counter import FlopCounterMode

@@ -111,3 +111,46 @@ def compiled_loss_and_penalty(rank):
         return loss
 
     return train(model, step_loss)
+
+
+class Summed(torch.autograd.Function):
+    """The identity, whose gradient is the sum over all ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class SummedNet(Net):
+    def forward(self, x):
+        return Summed.apply(super().forward(x))
+
+
+@idiom("collective operation")
+def collective_in_the_backward(rank):
+    """Nothing shows it before the micro-batch is run again, where it must not run."""
+    return classify(DDP(SummedNet()), steps=6)
+
+
+@idiom("changed between the recorded backward and the update")
+def weights_put_back_before_the_update(rank):
+    """The pass at other weights cannot be run again at the gate."""
+    model = DDP(Net())
+    weight = next(model.parameters())
+
+    def step_loss(step):
+        x, y = batch(step)
+        kept = weight.data.clone()
+        weight.data.add_(0.1)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        weight.data = kept
+        return loss
+
+    return train(model, step_loss, steps=6)
