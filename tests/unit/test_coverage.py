@@ -168,3 +168,7 @@ def test_no_result_yet_is_a_table_too():
     data = report.build("campaign-x", plan(WEIGHT), ["train.py"], None, {})
     assert report.headline(data) == ("watch", "No cell has a result yet.")
     assert "0 of 1 cell" in coverage_text.render(data) and "0 of 1 cells" in coverage_html.render(data)
+
+
+def test_bits_that_share_a_fate_share_a_row():
+    assert coverage_text._runs([0, 1, 2, 3, 7, 9, 10]) == "0-3 7 9-10" and coverage_text._runs([]) == ""

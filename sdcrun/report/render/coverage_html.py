@@ -10,7 +10,7 @@ import jinja2
 from sdcrun.core import words
 from sdcrun.core.coverage import MEANING
 from sdcrun.report.coverage import headline
-from sdcrun.report.render.coverage_text import gap
+from sdcrun.report.render.coverage_text import distance
 
 
 def render(data: dict[str, Any]) -> str:
@@ -20,6 +20,6 @@ def render(data: dict[str, Any]) -> str:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     env.filters["safe_name"] = words.clean
-    env.filters["gap"] = lambda value: "-" if value is None else gap(value)
+    env.filters["gap"] = lambda value: "-" if value is None else distance(value)
     level, text = headline(data)
     return env.get_template("coverage.html.j2").render(data=data, level=level, headline=text, meaning=MEANING)

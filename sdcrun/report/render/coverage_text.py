@@ -62,9 +62,9 @@ def _write(console: Console, data: dict[str, Any]) -> None:
     _section(console, "Caught by", _comparison(data))
     _section(console, "By site and kind", _groups(data))
     console.print(Text(
-        "steps: from the firing to the finding (median). norm, spike: caught by the outlier of gradient norms, by the "
-        "loss spike. loss gap: largest distance from the clean run in the cell; a skipped step leaves it one update "
-        "behind.",
+        "steps: from the firing to the finding (median, and the worst). norm, spike: caught by the gradient-norm "
+        "outlier, by the loss spike. gap: largest distance of the loss from the clean run in the cell; a skipped step "
+        "leaves it one update behind, a repair leaves nothing.",
         "dim",
     ))  # fmt: skip
     if data["bits"]:
@@ -87,8 +87,8 @@ def _section(console: Console, title: str, table: Table | None) -> None:
         console.print(table)
 
 
-def _table(*titles: str, wraps: int = -1) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+def _table(*titles: str, wraps: int = -1, gap: int = 2) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0))
     for place, title in enumerate(titles):
         table.add_column(title, no_wrap=place != wraps % len(titles), overflow="fold")
     return table
@@ -115,7 +115,7 @@ def _limit(value: float | None, unit: str) -> str:
 
 def _groups(data: dict[str, Any]) -> Table:
     table = _table("site", "kind", "when", "fired", "caught", "named", "missed", "unseen", "masked", "steps", "norm",
-                   "spike", "loss gap")  # fmt: skip
+                   "spike", "gap", gap=1)  # fmt: skip
     for row in data["groups"]:
         bad = row["missed"] + row["wrong"]
         steps = "-" if row["steps"] is None else _steps(row["steps"], row["worst_steps"])
@@ -123,19 +123,19 @@ def _groups(data: dict[str, Any]) -> Table:
             row["site"], row["kind"], row["persistence"], str(row["fired"]), Text(str(row["caught"])),
             str(row["named"]), Text(str(bad), "bold red" if bad else "dim"),
             Text(str(row["unseen"]), "yellow" if row["unseen"] else "dim"), str(row["masked"]), steps, str(row["norm"]),
-            str(row["loss"]), gap(row["worst_loss_gap"]),
+            str(row["loss"]), distance(row["worst_loss_gap"]),
         )  # fmt: skip
     return table
 
 
 def _steps(middle: float, worst: int) -> str:
-    return f"{middle:g}" if middle == worst else f"{middle:g}, max {worst}"
+    return f"{middle:g}" if middle == worst else f"{middle:g}-{worst}"
 
 
-def gap(value: Any) -> str:
+def distance(value: Any) -> str:
     """A difference of losses, short."""
     number = float(value)
-    return "no number" if not math.isfinite(number) else "0" if number == 0 else f"{number:.0e}"
+    return "NaN" if not math.isfinite(number) else "0" if number == 0 else f"{number:.0e}"
 
 
 def _bits(console: Console, groups: list[dict[str, Any]]) -> None:
@@ -158,12 +158,28 @@ def _bits(console: Console, groups: list[dict[str, Any]]) -> None:
 
 
 def _misses(rows: list[dict[str, Any]]) -> Table:
-    table = _table("fault", "result", "why", wraps=2)
-    for row in rows[:MAX_ROWS]:
+    """One row for all cells that differ in their bit alone and share a reason."""
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        bit = row["values"].get("bit", "")
+        name = row["key"].replace(f"bit={bit}", "bit={}") if bit.isdigit() else row["key"]
         why = row["reason"] or MEANING[row["outcome"]]
-        table.add_row(
-            words.clean(row["key"], 60), Text(row["outcome"], STYLES[row["outcome"]]), words.clean(why, 200)
-        )
-    if len(rows) > MAX_ROWS:
-        table.add_row(f"and {len(rows) - MAX_ROWS} more", "", "all are in coverage.json")
+        alike.setdefault((name, row["outcome"], why), []).append(int(bit) if bit.isdigit() else -1)
+    table = _table("fault", "result", "why", wraps=2)
+    for (name, outcome, why), bits in list(alike.items())[:MAX_ROWS]:
+        named = words.clean(name.replace("{}", _runs(sorted(bits))), 60)
+        table.add_row(named, Text(outcome, STYLES[outcome]), words.clean(why, 200))
+    if len(alike) > MAX_ROWS:
+        table.add_row(f"and {len(alike) - MAX_ROWS} more", "", "all are in coverage.json")
     return table
+
+
+def _runs(numbers: list[int]) -> str:
+    """ "0-3 7 9-31" for sorted numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
