@@ -173,7 +173,7 @@ class Bench:
 
 
 def run(full: bool = False) -> dict:
-    """All figures: {bench, ranks, arrive_s, verdict_s {median, worst}, back_s, memory_mib, lost}; *_cpu_s are the controller's."""
+    """All figures; those that end in cpu_s are of the controller's process, `lost` counts events not on record."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     ranks = min(FULL_RANKS if full else RANKS, hard - SPARE_FILES)
     with tempfile.TemporaryDirectory(prefix="sdcrun-bench-") as folder, Bench(Path(folder), ranks) as bench:
