@@ -1,5 +1,7 @@
 """Record a backward and run it again in one process: equal bits, and nothing of it to be seen afterwards."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from sdcrun.shim.checks.opinion import Parcel, compare, differing_names, digest
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import state
 from sdcrun.shim.replay.collect import GradientTable
+from sdcrun.shim.replay.muted import muted
 from sdcrun.shim.replay.program import FALLBACK, FULL
 from sdcrun.shim.replay.run import NotReplayable, replay
 
@@ -398,3 +401,52 @@ def test_undo_restores_torch():
         assert not hasattr(torch.autograd.Function.apply, "__wrapped__")
     finally:
         autograd.install()
+
+
+def test_function_that_stood_in_for_the_forward_stands_in_again(net):
+    """Frameworks call their training step through DDP by putting it in place of the forward for one call."""
+    own = net.forward
+
+    def training_step(x, y):
+        net.forward = own
+        return F.cross_entropy(net(x), y)
+
+    x, y = data()
+    net.forward = training_step
+    with Solo(net) as solo:
+        solo(x, y).backward()
+    expected, result = solo.again()
+    assert expected == result.table and "loss" in expected
+    assert vars(net)["forward"] is own
+
+
+def test_loggers_of_lightning_modules_are_silent_in_a_replay():
+    class LightningModule(nn.Module):
+        def log(self, name, value):
+            logged.append(name)
+
+    class Mine(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 3)
+
+        def forward(self, x):
+            self.log("seen", 1)
+            return self.a(x)
+
+    logged, net = [], Mine()
+    with Solo(net) as solo:
+        solo(data()[0]).sum().backward()
+    expected, result = solo.again()
+    assert expected == result.table and logged == ["seen"]
+    assert "log" not in vars(net)
+
+
+def test_only_the_replaying_thread_is_muted(capsys):
+    with muted():
+        print("replay")
+        thread = threading.Thread(target=print, args=("somebody else",))
+        thread.start()
+        thread.join()
+    print("after")
+    assert capsys.readouterr().out == "somebody else\nafter\n"

@@ -20,6 +20,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[2])]
 
 import stage  # noqa: E402
 
+from sdcrun.core.types import Config  # noqa: E402
+from sdcrun.shim.checks import replay  # noqa: E402
 from sdcrun.shim.replay.state import replaying  # noqa: E402
 
 STEPS = 4
@@ -111,7 +113,8 @@ CASES = {
 
 def run(case, audited):
     HERE_STAGE.fresh(audited)
-    HERE_STAGE.exchange.timeout = 3.0 if case.site == "late" else 60.0
+    HERE_STAGE.config = Config(exchange_timeout=2.0 if case.site == "late" else 60.0)
+    replay.SLOWER = 0 if case.site == "late" else 30
     torch.manual_seed(3)
     model = DDP(Net(case))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
