@@ -32,6 +32,7 @@ class StageGuard:
         self.saved_buffers: dict[str, torch.Tensor] = {}
         self.local_bad: list = []
         self.local_sums: list = []
+        self.ignores = False
 
     def qualified(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
