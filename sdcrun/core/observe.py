@@ -60,7 +60,10 @@ def _guarded(state: State, event: Event) -> None:
 
 
 def _unguarded(state: State, event: Event) -> None:
-    state.roster.attempt(event.attempt).unguarded[_rank(event)] = str(event.data["reason"])
+    known, reason = state.roster.attempt(event.attempt).unguarded, str(event.data["reason"])
+    before = known.get(_rank(event))
+    if before is None or reason not in before:
+        known[_rank(event)] = reason if before is None else f"{before}; {reason}"
 
 
 def _limit(state: State, event: Event) -> None:

@@ -170,7 +170,7 @@ class Roster:
         """Rows {rank, host, reason} of ranks that are not guarded, sorted by rank. `ended`: nothing more will come."""
         rows = [
             {"rank": r, "host": self.host_of_missing(r, attempt), "reason": NEVER_SAID_HELLO}
-            for r in self.missing(attempt)
+            for r in self.missing(attempt) if not attempt or r not in attempt.unguarded
         ]
         if attempt:
             for rank, reason in attempt.unguarded.items():

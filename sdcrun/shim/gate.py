@@ -305,6 +305,8 @@ def _keep_budget(group, step: int) -> None:
 def _hold(runtime) -> None:
     """The policy says stop: no rank may update any more; supervisors end the job. Bounded, should they not."""
     boot.trace("holding: the job is being stopped")
+    for group in runtime.groups.values():
+        group.summarize()
     deadline = time.monotonic() + HOLD_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)

@@ -161,8 +161,8 @@ class GuardGroup:
             self.optimizers.append(weakref.ref(optimizer))
             if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
                 self.runtime.limit(
-                    "ZeroRedundancyOptimizer: each parameter's update is computed on one rank and sent to all; what goes "
-                    "wrong in it reaches every replica alike and is not seen", "weights",
+                    "ZeroRedundancyOptimizer: each parameter's update is computed on one rank and sent to all; what "
+                    "goes wrong in it reaches every replica alike and is not seen", "weights",
                 )  # fmt: skip
 
     def number_of(self, optimizer) -> int:

@@ -25,6 +25,7 @@ class Guard:
         self._ddp = weakref.ref(ddp)
         self.module, self.group, self.name = ddp.module, group, name
         ignored = set(getattr(ddp, "parameters_to_ignore", ()) or ())
+        self.ignores = any(n in ignored for n, _ in ddp.module.named_parameters())
         self.parameters = {n: p for n, p in ddp.module.named_parameters() if n not in ignored}
         self.names = {id(p): n for n, p in self.parameters.items()}
         self.buffers = {n: b for n, b in ddp.module.named_buffers() if n not in ignored}

@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -49,7 +50,7 @@ class Runtime:
         self.stepped = False
         self.active = True
         self.recording = False
-        self.inside_step = False
+        self._inside = threading.local()
         self.started = time.monotonic()
         self.device_key: str | None = None
         self.store = None
@@ -57,6 +58,15 @@ class Runtime:
         self._optimizers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         # Freeing a gloo group at interpreter exit can deadlock on the GIL: every group lives as long as the process.
         self.kept_groups: list = []
+
+    @property
+    def inside_step(self) -> bool:
+        """Whether this thread is within an optimizer's step; another thread's step is another matter."""
+        return getattr(self._inside, "step", False)
+
+    @inside_step.setter
+    def inside_step(self, value: bool) -> None:
+        self._inside.step = value
 
     # -- what is said -------------------------------------------------------------------------------------------
 
@@ -79,8 +89,9 @@ class Runtime:
 
     def unguarded(self, reason: str) -> None:
         """Says once that this rank as a whole is not guarded."""
-        if self.reason_unguarded is None:
-            self.reason_unguarded = reason
+        if reason not in self.said:
+            self.said.add(reason)
+            self.reason_unguarded = self.reason_unguarded or reason
             boot.trace(f"unguarded: {reason}")
             self.emit("unguarded", {"reason": reason})
 
@@ -138,9 +149,9 @@ class Runtime:
             selftest.run(group, guard)
 
     def _tell_supervisor(self) -> None:
-        """Leaves the job's controller where this node's supervisor looks: on all nodes but one it is another's."""
+        """Leaves the job's controller where this node's supervisor looks: the ranks choose one of several."""
         path = os.environ.get("SDCRUN_RUNTIME")
-        if self.address is not None and path and self.address != local_controller():
+        if self.address is not None and path:
             try:
                 write_runtime(f"{path}.job", **self.address)
             except OSError as error:
@@ -167,6 +178,9 @@ class Runtime:
     def unguarded_step(self, optimizer) -> None:
         """An optimizer without any guarded parameter took a step in a process that may be a rank."""
         if self.guards or self.reason_unguarded is not None or int(os.environ.get("WORLD_SIZE", "1") or 1) < 2:
+            return
+        if self.rank is not None:
+            self.limit("an optimizer stepped parameters that no guarded module has: nothing is checked there")
             return
         self.unguarded(identity.why_no_ddp(optimizer))
 

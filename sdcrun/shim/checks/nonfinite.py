@@ -68,19 +68,29 @@ def reduced_bucket(guard, result) -> None:
 
 
 def flags(guards) -> tuple[bool, bool]:
-    """(local, reduced): whether these guards saw non-finite gradients in this window. Reads what was kept."""
+    """(local, reduced): whether these guards saw non-finite gradients in this window. Reads what was kept.
+
+    A sum of huge but finite values can overflow: what a sum says is asked again of the elements before anybody skips.
+    """
     local = any(guard.local_bad for guard in guards)
-    kept = [total for guard in guards for total in guard.local_sums]
-    if kept:
-        local = local or not sum_is_finite(torch.stack([t.detach().to(torch.float32) for t in kept]).sum())
-    totals = [total for guard in guards for total in guard.reduced_sums]
-    if not totals:
+    kept_local = not _finite([total for guard in guards for total in guard.local_sums])
+    suspicious = not _finite([total for guard in guards for total in guard.reduced_sums])
+    if not (kept_local or suspicious):
         return local, False
-    if len(totals) == 1:
-        return local, not sum_is_finite(totals[0])
-    if totals[0].device.type == "cpu":
-        return local, not all(sum_is_finite(total) for total in totals)
-    return local, not sum_is_finite(torch.stack([t.to(totals[0].device, torch.float32) for t in totals]).sum())
+    bad = any(
+        describe(name, parameter.grad) is not None
+        for guard in guards for name, parameter in guard.parameters.items() if parameter.grad is not None
+    )  # fmt: skip
+    return local or (kept_local and bad), suspicious and bad
+
+
+def _finite(totals: list[torch.Tensor]) -> bool:
+    """Whether all sums are finite: one read of an accelerator, a read each on the CPU, where it costs nothing."""
+    if not totals:
+        return True
+    if len(totals) == 1 or totals[0].device.type == "cpu":
+        return all(sum_is_finite(total) for total in totals)
+    return sum_is_finite(torch.stack([total.to(totals[0].device, torch.float32) for total in totals]).sum())
 
 
 def observe(guards) -> tuple[list[dict], list[dict]]:

@@ -186,6 +186,8 @@ class Auditor:
             return self.off
         if self.recorder is None or not self._auditing:
             return "the window was not recorded from its beginning"
+        if any(guard.ignores for guard in self.guards):
+            return "DDP was told to ignore parameters of the module, which may differ by rank"
         if self._why is None:
             try:
                 self._why = self.recorder.pack() or ""
