@@ -45,10 +45,18 @@ def sdcrun(*arguments, cwd):
     return subprocess.run([*SDCRUN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
+def patient(folder):
+    """The option that gives the live question more time than a crowded machine can take."""
+    (folder / "jobs").mkdir(exist_ok=True)
+    (folder / "jobs" / "patient.yaml").write_text("checkpoint_timeout: 60.0\n")
+    return ["--sdc-config", str(folder / "jobs" / "patient.yaml")]
+
+
 @pytest.fixture(scope="module")
 def idioms(tmp_path_factory):
     plain = launch(tmp_path_factory.mktemp("plain"), SAVING)
-    guarded = launch(tmp_path_factory.mktemp("guarded"), SAVING, sdcrun=["--sdc-audit-every", "7"])
+    folder = tmp_path_factory.mktemp("guarded")
+    guarded = launch(folder, SAVING, sdcrun=["--sdc-audit-every", "7", *patient(folder)])
     return plain, guarded
 
 
@@ -117,7 +125,7 @@ def damaged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("damaged")
     for name in OLD:
         (folder / name).write_bytes(f"old {name}".encode())
-    return launch(folder, SAVING, *DAMAGED, f"flip={','.join(DAMAGED)}", sdcrun=[])
+    return launch(folder, SAVING, *DAMAGED, f"flip={','.join(DAMAGED)}", sdcrun=patient(folder))
 
 
 def test_what_is_damaged_is_withheld_and_the_older_file_stays(damaged):
@@ -147,8 +155,8 @@ def test_the_wrong_word_and_bit_are_named_and_nobody_is_accused(damaged):
 
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory):
-    options = ["--sdc-audit-every", "5"]
-    return launch(tmp_path_factory.mktemp("waiting"), WAITING, "damaged", "ahead", sdcrun=options)
+    folder = tmp_path_factory.mktemp("waiting")
+    return launch(folder, WAITING, "damaged", "ahead", sdcrun=["--sdc-audit-every", "5", *patient(folder)])
 
 
 def test_a_save_is_vouched_for_whatever_the_other_ranks_do(waiting):
@@ -192,14 +200,15 @@ optimizer.step()
 
 
 def test_policy_raise(tmp_path):
-    outcome = launch(tmp_path, SAVING, "copied", "flip=copied", sdcrun=["--sdc-on-bad-checkpoint", "raise"])
+    policy = ["--sdc-on-bad-checkpoint", "raise", *patient(tmp_path)]
+    outcome = launch(tmp_path, SAVING, "copied", "flip=copied", sdcrun=policy)
     assert outcome.exit_code == 1 and "CheckpointWithheld: copied.pt was not written" in outcome.stderr
     assert (tmp_path / "copied.pt.withheld").exists() and not (tmp_path / "copied.pt").exists()
 
 
 def test_an_injected_checkpoint_fault_is_caught(tmp_path):
     fault = ["--inject-fault", "checkpoint:step=1,rank=0,tensor=*weight,kind=bitflip,bit=20"]
-    outcome = launch(tmp_path, SAVING, "path", "copied", "replaced", sdcrun=fault)
+    outcome = launch(tmp_path, SAVING, "path", "copied", "replaced", sdcrun=fault + patient(tmp_path))
     assert outcome.exit_code == 0, outcome.tail()
     (row,) = outcome.report["injected"]
     assert row["fired"] == 1 and row["caught_by"] == "checkpoint" and row["problem"] is None
