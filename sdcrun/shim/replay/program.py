@@ -22,7 +22,7 @@ FULL, FALLBACK, FORWARD = "full", "fallback", "forward"
 @dataclass
 class Entry:
     """One thing the program does. `blob`: pickled arguments; `uses`, `outs`: references read and made; `writes`:
-    references changed in place."""
+    references changed in place; `obstacle`: why what comes of it cannot be computed again, if so."""
 
     blob: bytes = b""
     uses: list[Ref] = field(default_factory=list)
@@ -30,6 +30,7 @@ class Entry:
     writes: list[Ref] = field(default_factory=list)
     grad_mode: bool = True
     random: Random | None = None
+    obstacle: str = ""
 
 
 @dataclass

@@ -251,7 +251,10 @@ class Recorder:
             backward.roots = [tape.known(root) for root in roots]
             kept = prune(tape.entries, [*backward.roots, *backward.uses], tape.alias)
             used = [ref for entry in (*kept, backward) for ref in (*entry.uses, *entry.outs)]
-            if any(
+            obstacles = [entry.obstacle for entry in kept if entry.obstacle]
+            if obstacles:
+                why = obstacles[0]
+            elif any(
                 tape.externals[ref].loose
                 for entry in (*kept, backward)
                 if not isinstance(entry, Call)

@@ -273,8 +273,7 @@ class Tape:
     def _begin(self, function: Any, args: tuple, kwargs: dict) -> tuple | None:
         tensors = tensors_of((args, kwargs))
         if function.namespace in NAMESPACES:
-            if any(map(self.tracked, tensors)):
-                self._soften(f"a collective operation in the loss: {function}")
+            self._received(function, args)
             return None
         if not self._matters(tensors):
             return None
@@ -284,6 +283,25 @@ class Tape:
         blob, uses = self.pickled((args, kwargs))
         drawn = Random.now().shipped() if torch.Tag.nondeterministic_seeded in function.tags else None
         return blob, uses, written, drawn
+
+    def _received(self, function: Any, args: tuple) -> None:
+        """What a collective writes comes from outside: it enters by value where it is used next, unless gradients flow
+        through its memory."""
+        schema = function._schema.arguments
+        outputs = [arg for arg, spec in zip(args, schema) if spec.name.startswith("output")]
+        for tensor in tensors_of(outputs or list(args)):
+            if self.known(tensor) is None and not self.tracked(tensor):
+                continue
+            storage = storage_of(tensor)
+            sharing = {key: held() for key, (held, ref, _) in self._ids.items() if self.alias.get(ref) == storage}
+            flowing = any(other is not None and other.requires_grad for other in (*sharing.values(), tensor))
+            if flowing or id(tensor) in self.parameters:
+                obstacle = f"a collective operation in the loss: {function}"
+                self.entries.append(Op(writes=[self.refer(tensor)], name=str(function), obstacle=obstacle))
+                continue
+            for key in sharing:
+                del self._ids[key]
+            self._tracked.discard(storage)
 
     def _end(self, function: Any, begun: tuple, result: Any) -> None:
         blob, uses, written, drawn = begun
@@ -318,13 +336,13 @@ class Tape:
         name = "a compiled function" if cls.__name__ == "CompiledFunction" else f"{cls.__qualname__}.apply"
         begun = self._guarded(f"a call of {name}", self.pickled, (cls, args, kwargs))
         drawn, modes, grad = Random.now().shipped(), Autocast.now(), torch.is_grad_enabled()
-        result = self._aside(name, run, cls, *args, **kwargs)
+        result, obstacle = self._aside(name, run, cls, *args, **kwargs)
 
         def end() -> None:
             blob, uses = begun or (b"", [])
             outs = [self._made(tensor) for tensor in tensors_of(result)]
             writes = [ref for ref in uses if ref in outs]
-            self.entries.append(Apply(blob, uses, outs, writes, grad, drawn, autocast=modes))
+            self.entries.append(Apply(blob, uses, outs, writes, grad, drawn, obstacle, autocast=modes))
 
         self._guarded(name, end)
         return result
@@ -335,25 +353,25 @@ class Tape:
             return run(outputs, inputs, *args, **kwargs)
         name = "a call of torch.autograd.grad"
         begun = self._guarded(name, self.pickled, (outputs, inputs, args, kwargs))
-        result = self._aside(name, run, outputs, inputs, *args, **kwargs)
+        result, obstacle = self._aside(name, run, outputs, inputs, *args, **kwargs)
 
         def end() -> None:
             blob, uses = begun or (b"", [])
             outs = [self.make(tensor) for tensor in tensors_of(result)]
-            self.entries.append(Gradient(blob, uses, outs, [], torch.is_grad_enabled()))
+            self.entries.append(Gradient(blob, uses, outs, [], torch.is_grad_enabled(), obstacle=obstacle))
 
         self._guarded(name, end)
         return result
 
-    def _aside(self, name: str, run: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Runs something that is one entry as a whole: what happens inside is not recorded, but for collectives."""
+    def _aside(self, name: str, run: Callable, *args: Any, **kwargs: Any) -> tuple[Any, str]:
+        """Runs something that is one entry as a whole: what happens inside is not recorded. Also returns why it cannot
+        be run again: for collectives inside."""
         self.paused, before = True, collective_counts()
         try:
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
         finally:
             self.paused = False
-            if collective_counts() != before:
-                self._soften(f"a collective operation in the loss: {name}")
+        return result, f"a collective operation in the loss: {name}" if collective_counts() != before else ""
 
 
 class TapeMode(dispatch.TorchDispatchMode):

@@ -228,9 +228,9 @@ def hook_on_the_output(rank):
     return train(model, step_loss)
 
 
-@idiom(OUTPUTS)
+@idiom(WHOLE)
 def gathered_negatives(rank):
-    """A collective in the loss: only its own part of the step can be computed elsewhere."""
+    """What a collective gathered comes from outside and enters by value."""
     model = DDP(Net())
 
     def step_loss(step):
@@ -289,6 +289,56 @@ def gradients_that_balance_losses(rank):
         norms = [torch.stack([g.norm() for g in gradients if g is not None]).norm() for gradients in taken]
         loss = parts[0] + parts[1] * (norms[0] / norms[1])
         loss.backward()
+        return loss
+
+    return train(model, step_loss)
+
+
+@idiom(WHOLE)
+def losses_averaged_for_the_log(rank):
+    """Two micro-batches in a window; the first one's loss is averaged over all ranks before the second."""
+    model = DDP(Net())
+
+    def step_loss(step):
+        for part in range(2):
+            x, y = batch(2 * step + part)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+        return mean
+
+    return train(model, step_loss)
+
+
+@idiom(WHOLE)
+def sum_over_ranks_in_place(rank):
+    """A collective changes what the loss is computed from, under views that were taken before."""
+    model = DDP(Net())
+
+    def step_loss(step):
+        x, y = batch(step)
+        out = model(x)
+        scale = out.detach().square()
+        halves = scale.chunk(2)
+        dist.all_reduce(scale)
+        loss = F.cross_entropy(out * halves[0].mean(), y)
+        loss.backward()
+        return loss
+
+    return train(model, step_loss)
+
+
+@idiom(OUTPUTS)
+def loss_averaged_in_place(rank):
+    """The collective writes into the memory of the loss itself."""
+    model = DDP(Net())
+
+    def step_loss(step):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        dist.all_reduce(loss.detach())
+        (loss * loss).backward()
         return loss
 
     return train(model, step_loss)
