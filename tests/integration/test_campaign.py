@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 from harness import LOOPS
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = LOOPS / "touchy.py"
 FAULTS = """

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from launchkit import Launch
 
+pytestmark = pytest.mark.slow
+
 LOOP = Path(__file__).parent / "loops" / "paced.py"
 STEPS = 400
 

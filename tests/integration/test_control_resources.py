@@ -14,6 +14,8 @@ from sdcrun.wire import link as wire
 from sdcrun.wire.link import Link
 from sdcrun.wire.runtime import read_runtime
 
+pytestmark = pytest.mark.slow
+
 BREAKS = 300
 EVENTS = 20_000
 

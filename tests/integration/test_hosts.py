@@ -14,7 +14,7 @@ import sdcrun
 from sdcrun.core.codec import decode_event, whole_lines
 
 LOOP = str(Path(__file__).parent / "loops" / "paced.py")
-pytestmark = pytest.mark.skipif(hostkit.why_not() is not None, reason=hostkit.why_not() or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(hostkit.why_not() is not None, reason=hostkit.why_not() or "")]
 
 
 @pytest.fixture

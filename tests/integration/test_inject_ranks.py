@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from harness import LOOPS, launch
 
+pytestmark = pytest.mark.slow
+
 NO_CHECKS = ("--sdc-audit-every", "0", "--sdc-weights-every", "0")
 FAULTS = ("gradient:rank=2,step=2", "gradient:rank=1,step=3,where=step,kind=scale,by=3",
           "activation:rank=0,step=4,tensor=0,kind=scale,by=1.5", "saved:rank=1,step=4", "weight:rank=1,step=5",

@@ -3,6 +3,8 @@
 import pytest
 from harness import LOOPS, launch
 
+pytestmark = pytest.mark.slow
+
 # arguments of the script, own options, exit code, what the reason says
 STOPS = {
     "on_fault": (["nan=*.1.6"], ["--sdc-on-fault", "stop", "--sdc-audit-every", "0"], 87, "on_fault is stop"),

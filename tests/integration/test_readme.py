@@ -15,6 +15,8 @@ from sdcrun.runner import plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import readme  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TEXT = readme.README.read_text()
 BLOCKS = [(kind, command, content) for _, kind, command, content, _ in readme.BLOCK.findall(TEXT)]
 RUN = [block for block in BLOCKS if block[0] in ("output", "table")]

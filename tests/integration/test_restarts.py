@@ -1,8 +1,11 @@
 """torchrun restarts the ranks: nothing in flight survives, strikes stay with the device, and it is never endless."""
 
+import pytest
 from harness import LOOPS, launch
 
 from sdcrun.runner.localnodes import HeldPort
+
+pytestmark = pytest.mark.slow
 
 EVERY = ("--sdc-weights-every", "1", "--sdc-audit-every", "4")
 

@@ -10,12 +10,17 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from screen import Screen  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 ROWS, COLUMNS = 30, 110
 SCRIPT = """
 import os, time
+
 rank = int(os.environ["RANK"])
 for part in range(40):
     if rank == 0:
