@@ -27,11 +27,12 @@ from sdcrun.core.codec import (
     proven,
 )
 
-MAX_STRANGERS = 2048
+MAX_STRANGERS = 4096
 STRANGER_TIME = 10.0
-_CROWDED_STRANGER_TIME = 2.0
+_CROWDED_STRANGER_TIME = 4.0
 _MAX_OWED = 8 << 20
-_ACCEPTS_A_TURN = 256
+# The system queues few thousand connections; those of a large job that all come back at once must not overflow it.
+_ACCEPTS_A_TURN = 2048
 _READ = 1 << 16
 
 

@@ -27,7 +27,8 @@ from sdcrun.wire.blindness import Blindness
 from sdcrun.wire.opening import connect, prove, receive, wait_messages
 from sdcrun.wire.spool import Spool, spool_folder, spool_name
 
-_HANDSHAKE_TIME = 20.0
+# A full queue of connections drops some whose client believes to be connected: not long to wait for the first word.
+_HANDSHAKE_TIME = 10.0
 _PING_EVERY = 5.0
 _PAUSE_FIRST, _PAUSE_MOST = 0.05, 3.0
 _BATCH = 256 << 10
@@ -217,7 +218,8 @@ class Link:
             except Exception as error:
                 self._warn(f"link: {type(error).__name__}: {error}")
             if time.monotonic() - began > 2 * _PAUSE_MOST:
-                pause = _PAUSE_FIRST
+                # A controller that asks for rare summaries has many clients; they must not all come back at once.
+                pause = max(_PAUSE_FIRST, min(self._summary_every / 100, _PAUSE_MOST))
             if not self._ended():
                 self._rest(pause * jitter.uniform(0.5, 1.0))
                 pause = min(pause * 2, _PAUSE_MOST)

@@ -29,6 +29,7 @@ from sdcrun.core.types import EVENT_SCHEMA, Event
 from sdcrun.wire.runtime import read_runtime
 
 CONNECTS_A_TURN = 400
+HANDSHAKE_SECONDS = 10.0
 
 
 class Rank:
@@ -39,7 +40,7 @@ class Rank:
         self.state, self.socket, self.seq = "away", None, 0
         self.owed: deque[tuple[int, bytes]] = deque()
         self.out = bytearray()
-        self.pause = 0.05
+        self.pause, self.since = 0.05, 0.0
 
     def emit(self, kind: str, data: dict) -> None:
         """Adds an event; sent at once when the rank is here."""
@@ -58,6 +59,7 @@ class Crowd:
         self.ranks = [Rank(number) for number in range(count)]
         self.selector = selectors.DefaultSelector()
         self.due = [(0.0, rank) for rank in self.ranks]
+        self.opening: set[Rank] = set()
         self.broken = 0
         self.chance = random.Random(1)
 
@@ -71,6 +73,8 @@ class Crowd:
                 started += 1
                 self.connect(rank)
         self.due = later
+        for rank in [rank for rank in self.opening if now - rank.since > HANDSHAKE_SECONDS]:
+            self.lose(rank)
         for key, mask in self.selector.select(0.01):
             if key.data is None:
                 self.order(sys.stdin.readline())
@@ -95,7 +99,8 @@ class Crowd:
         rank.socket = socket.socket()
         rank.socket.setblocking(False)
         rank.socket.connect_ex((address["host"], address["port"]))
-        rank.state, rank.lines = "opening", Lines(MAX_LINE)
+        rank.state, rank.lines, rank.since = "opening", Lines(MAX_LINE), time.monotonic()
+        self.opening.add(rank)
         rank.out.clear()
         self.selector.register(rank.socket, selectors.EVENT_READ, rank)
 
@@ -116,8 +121,9 @@ class Crowd:
                     seen=None, blind=None,
                 )  # fmt: skip
             elif msg == "welcome":
+                self.opening.discard(rank)
                 self.acknowledge(rank, int(message["acked"].get("0", 0)))
-                rank.state, rank.pause = "here", 0.05
+                rank.state, rank.pause = "here", max(0.05, min(float(message["summary_every"]) / 100, 3.0))
                 rank.out += b"".join(line for _, line in rank.owed)
             elif msg == "ack":
                 self.acknowledge(rank, message["seq"])
@@ -138,6 +144,7 @@ class Crowd:
         if rank.socket is not None:
             self.selector.unregister(rank.socket)
             rank.socket.close()
+        self.opening.discard(rank)
         self.broken += rank.state == "here"
         rank.socket, rank.state = None, "away"
         self.due.append((time.monotonic() + rank.pause * self.chance.uniform(0.5, 1.0), rank))
