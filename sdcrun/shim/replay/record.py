@@ -44,7 +44,7 @@ class Case:
         self.finite = True
         self.expected: dict[str, tuple[int, int]] = {}
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.weights: dict[str, list[int]] | None = None
+        self.weights: dict[str, list[int]] = {}
 
 
 class Recorder:
@@ -331,10 +331,10 @@ class Recorder:
                     case.expected[name] = pair
                     case.details[name] = table.details[name]
             case.finite = table.finite() and all(math.isfinite(loss) for loss in case.losses)
+            # Each time: a window may end before the backward that was picked.
+            case.weights = weights_digests(self.guards)
             self.case, self.declined = case, None
         if self.backwards > self.pick:
-            if self.case is not None:
-                self.case.weights = weights_digests(self.guards)
             self.finish()
 
     # -- end ----------------------------------------------------------------------------------------------------
@@ -348,10 +348,9 @@ class Recorder:
         program = self.case.program
         if program.externals:
             return None
-        if self.case.weights is not None:
-            self.weights = weights_digests(self.guards)
-            if self.weights != self.case.weights:
-                return "the weights were changed between the recorded backward and the update"
+        self.weights = weights_digests(self.guards)
+        if self.weights != self.case.weights:
+            return "the weights were changed between the recorded backward and the update"
         program.window = max(self.backwards, 1)
         used = {ref for entry in program.entries for ref in entry.uses if ref[0] == "x"}
         backward = program.entries[-1]

@@ -94,6 +94,8 @@ class Tape:
         entry = self._ids.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             _, ref, version = entry
+            if ref[0] == "v" and self._made_leaf(tensor):
+                return None
             if ref[0] == "v" or self.alias[ref] in self._tracked:
                 return ref
             # A leaf with gradient is one and the same for forward and torch.autograd.grad.
@@ -101,6 +103,10 @@ class Tape:
                 return ref
         parameter = self.parameters.get(id(tensor))
         return parameter[1] if parameter is not None and parameter[0] is tensor else None
+
+    def _made_leaf(self, tensor: torch.Tensor) -> bool:
+        """The script has cut it off and wants its gradient (`x.detach().requires_grad_()`): it enters by value."""
+        return tensor.requires_grad and tensor.grad_fn is None and id(tensor) not in self.parameters
 
     def forget_values(self) -> None:
         """Outside values met so far are copied again when they are used again: not every change in place moves a
@@ -144,7 +150,7 @@ class Tape:
         ref = self.known(tensor)
         if ref is not None:
             return ref
-        if storage_of(tensor) in self._tracked:
+        if storage_of(tensor) in self._tracked and not self._made_leaf(tensor):
             base = tensor._base
             if base is not None and self.known(base) is not None and tensor.layout is torch.strided:
                 return self._view(tensor, self.known(base))

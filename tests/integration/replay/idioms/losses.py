@@ -12,6 +12,7 @@ from idioms.base import (
     CLASSES,
     OUTPUTS,
     WHOLE,
+    WIDTH,
     Net,
     batch,
     idiom,
@@ -189,6 +190,23 @@ def gradient_penalty(rank):
         out = model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         loss = F.cross_entropy(out, y) + (slope.norm(dim=1) - 1).pow(2).mean()
+        loss.backward()
+        return loss
+
+    return train(model, step_loss)
+
+
+@idiom(WHOLE)
+def gradient_penalty_between(rank):
+    """A point between two batches, one of them another module's output, is made a leaf with a gradient of its own."""
+    maker, model = DDP(nn.Linear(WIDTH, WIDTH)), DDP(Net())
+
+    def step_loss(step):
+        x, y = batch(step)
+        made = maker(x).detach()
+        between = (0.3 * x + 0.7 * made).requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+        loss = F.cross_entropy(model(made), y) + (slope.norm(dim=1) - 1).pow(2).mean()
         loss.backward()
         return loss
 
