@@ -88,6 +88,8 @@ class Guard:
     def close_window(self, decision: str) -> None:
         """The gate has decided; everything seen in the window is dropped."""
         self.window_open, self.decision, self.synced = False, decision, False
+        # What was captured names this guard: kept, the two would outlive the script's module until the next collection.
+        self.token = None
         self.ungated, self.gated = 0, True
         self.local_sums.clear()
         self.reduced_sums.clear()
