@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launchkit import Launch
+from launchkit import PYTHON, Launch
+
+from sdcrun.report import store
 
 pytestmark = pytest.mark.slow
 
@@ -158,3 +161,36 @@ def test_read_only_job_folder(train, small_disk):
     assert [len(steps(run, rank)) for rank in range(3)] == [30] * 3
     warnings = [line for line in run.says() if "warning" in line]
     assert len(warnings) == 1 and "no record of this run" in warnings[0] and "Read-only file system" in warnings[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["sdcrun", "controller", "agent", "rank"])
+def test_kill_at_any_moment(train, victim):
+    """Nothing is left running, no half file, no event twice or missing; what is on record makes a report."""
+    run = train(steps=100)
+    time.sleep(random.uniform(0.5, 12.0))
+    found = {
+        "sdcrun": lambda: [run.process.pid],
+        "controller": lambda: [controller(run).pid],
+        "agent": run.agents,
+        "rank": lambda: [p.pid for p in run.processes() if p.environ().get("RANK") == "1" and p.ppid() in run.agents()],
+    }[victim]
+    pid = run.until(lambda: run.process.poll() is not None or found(), "nobody to kill")
+    if pid is not True:
+        os.kill(pid[0], signal.SIGKILL)
+    code = run.process.wait(120)
+    run.until(lambda: not run.processes(), f"left behind after {victim}")
+    assert code in {"sdcrun": (0, -9), "controller": (0,), "agent": (0, 137), "rank": (0, 1)}[victim]
+    assert not [path for path in run.job.iterdir() if path.name.startswith(".")], "a half file"
+    if not (run.job / "events.jsonl").exists():
+        return
+    streams = defaultdict(list)
+    for event in store.read_events(run.job):
+        streams[event.source, event.session, event.attempt].append(event.seq)
+    for stream, seqs in streams.items():
+        assert sorted(seqs) == list(range(1, len(seqs) + 1)), stream
+    report = subprocess.run(
+        [PYTHON, "-m", "sdcrun.cli", "report", str(run.job), "--format", "json"], capture_output=True, text=True
+    )
+    assert report.returncode in (0, 1), report.stderr
+    assert json.loads(report.stdout)["status"] in ("running", "finished", "failed")

@@ -68,7 +68,8 @@ def keeper(lab):
 
 
 def steps_of(node, rank, restart=0):
-    return [float(line) for line in (node.folder / f"steps.{restart}.{rank}").read_text().split()]
+    path = node.folder / f"steps.{restart}.{rank}"
+    return [float(line) for line in path.read_text().split()] if path.exists() else []
 
 
 def no_secret(lab):
@@ -98,7 +99,7 @@ def test_static_with_the_control_plane_cut_off_then_the_cable(lab):
     """Training does not notice that a node cannot reach the controller; what it says in the meantime arrives late."""
     processes = launch(lab, lambda index: static(lab, index), 250)
     runtime = lab.wait(lambda: list(lab.nodes[0].job.glob("controller-*.json")), "no controller")[0]
-    lab.wait(lambda: (lab.nodes[2].folder / "steps.0.2").exists() and len(steps_of(lab.nodes[2], 2)) > 5, "no steps")
+    lab.wait(lambda: len(steps_of(lab.nodes[2], 2)) > 5, "no steps")
     port = json.loads(runtime.read_text())["port"]
     assert runtime.stat().st_mode & 0o777 == 0o600
     began = time.time()
@@ -128,7 +129,7 @@ def test_a_node_is_lost_and_the_others_go_on(lab, lost):
     place = lambda index: c10d(lab, index, "2:3", host=2)  # noqa: E731
     processes = launch(lab, place, 60, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     nodes = lab.nodes
-    lab.wait(lambda: (nodes[0].folder / "steps.0.0").exists() and len(steps_of(nodes[0], 0)) > 15, "no steps")
+    lab.wait(lambda: len(steps_of(nodes[0], 0)) > 15, "no steps")
     # The followers look for the controller once a second; training for a while gives them the time.
     lab.wait(lambda: any(list(node.job.glob("*.copy.jsonl")) for node in nodes[1:]), "no copy")
     lab.wait(lambda: len(steps_of(nodes[0], 0)) > 45, "no steps")
