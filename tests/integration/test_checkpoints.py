@@ -14,6 +14,8 @@ import pytest
 import torch
 from harness import LOOPS, SDCRUN, environment, launch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("safetensors")
 
 SAVING, WAITING = LOOPS / "saving.py", LOOPS / "waiting.py"

@@ -5,7 +5,7 @@ import json
 import pytest
 from harness import EXAMPLES, LOOPS, differences, launch
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 EVERY_STEP = ("--sdc-weights-every", "1", "--sdc-audit-every", "2")
 OVERFLOWS = 2  # steps of the loops in which a GradScaler meets an overflow that the loop itself makes
 # Loops for the faults. In step 3 of the GAN the generator is updated, and the critic has gradients too.

@@ -12,6 +12,8 @@ from sdcrun.core import attribute
 from sdcrun.core.audit import Audit
 from sdcrun.core.triage import triage
 
+pytestmark = pytest.mark.slow
+
 RUNNER = Path(__file__).parent / "replay" / "run_faults.py"
 FULL_MATRIX = os.environ.get("SDCRUN_MATRIX", "") not in ("", "0")
 
