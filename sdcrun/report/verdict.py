@@ -73,7 +73,8 @@ def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
     if report["findings"]:
         return GOOD, "No sign of bad hardware; what was found has another explanation."
     if not report["guarded_ranks"]:
-        return WATCH, "Nothing was guarded, so this report says nothing about the hardware."
+        why = next((f" ({words.clean(row['reason'], 200)})" for row in report["unguarded"]), "")
+        return WATCH, f"Nothing was guarded, all ranks are UNGUARDED{why}: this report says nothing about the hardware."
     return GOOD, f"No corruption was found in {words.count(report['steps']['seen'], 'step')}."
 
 
