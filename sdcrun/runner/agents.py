@@ -145,6 +145,8 @@ class Agents:
         except (OSError, ValueError):
             rows = []
         os.close(descriptor)
+        # Also a rank that ended before anybody had looked led a session, in which it may have left processes.
+        self.children.sessions.update(row["pid"] for row in rows)
         return [
             {
                 "rank": row["rank"],

@@ -11,8 +11,6 @@ import psutil
 import pytest
 from launchkit import PYTHON, Launch
 
-pytestmark = pytest.mark.slow
-
 TWO = ("--nproc-per-node", "2")
 
 
