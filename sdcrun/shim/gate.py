@@ -350,3 +350,5 @@ def after_step(runtime, optimizer) -> None:
             seconds = group.clock() - started
             group.checks["weights"]["seconds"] += seconds
             group.spend("vote", seconds)
+        if group.snapshots is not None:
+            group.snapshots.mark()

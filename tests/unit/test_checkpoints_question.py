@@ -55,6 +55,7 @@ class Rank:
         self.group.weights_clock.begin()
         self.optimizer.step()
         self.group.weights_clock.written()
+        self.group.snapshots.mark()
         self.group.weights_clock.end()
         self.group.step += 1
 
@@ -173,6 +174,17 @@ def test_weights_swapped_on_the_rank_that_saves_accuse_nobody(job):
             parameter.mul_(0.999)
     state, reason, verdict = judged(job, job.first.module.state_dict())
     assert state == UNVERIFIED and "swapped or loaded on purpose" in reason and not verdict.differing
+
+
+def test_a_rank_that_is_further_on_with_a_swap_of_weights_does_not_withhold_the_file(job):
+    for rank in job.ranks:
+        with torch.no_grad():
+            rank.module[0].weight.mul_(0.5)
+    with torch.no_grad():
+        job.ranks[1].module[0].weight.mul_(2.0)
+        job.ranks[1].module[2].bias.add_(1.0)
+    state, reason, _ = judged(job)
+    assert state == UNVERIFIED and "rank 1 had changed its weights since the step" in reason
 
 
 def test_an_older_state_of_which_no_vote_is_known(job):

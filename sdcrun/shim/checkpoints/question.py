@@ -48,6 +48,19 @@ class Snapshots:
         self.group = group
         self._taken: deque[tuple[int, dict[str, Read]]] = deque(maxlen=2)
         self._side: torch.cuda.Stream | None = None
+        self._marks: list[tuple[torch.Tensor, int]] = []
+        self._moves: dict[int, list[int]] = {}
+
+    def mark(self) -> None:
+        """An optimizer step is over: what is changed from now on is changed by other means (a swap for evaluation)."""
+        guards = self.group.guards
+        if guards and guards[0].parameters and guards[-1].parameters:
+            ends = next(iter(guards[0].parameters.values())), next(reversed(guards[-1].parameters.values()))
+            self._marks = [(parameter, parameter._version) for parameter in ends]
+
+    def moves(self, version: int) -> list[int]:
+        """How often the first and the last parameter had been changed since the step when `version` was read."""
+        return self._moves.get(version, [])
 
     def read(self, version: int, kinds: list[str], timeout: float) -> dict[str, Read]:
         """Tables by kind as this rank holds them at `version`. Any thread. Raises NotThatVersion."""
@@ -57,6 +70,8 @@ class Snapshots:
             taken = self.group.weights_clock.read(version, timeout, lambda: self._take(missing))
             known = known | taken
             self._taken.append((version, known))
+            self._moves = {number: self._moves.get(number, []) for number, _ in self._taken}
+            self._moves[version] = [parameter._version - mark for parameter, mark in self._marks]
         return known
 
     def forget(self) -> None:
@@ -115,7 +130,8 @@ class Questions:
             return {"why": f"{type(error).__name__}: {error}"[:200]}
         page = data.get("page")
         if page is None:
-            return {"digests": {kind: _digest(tables[kind]) for kind in data["kinds"]}}
+            moves = group.snapshots.moves(int(data["version"]))
+            return {"digests": {kind: _digest(tables[kind]) for kind in data["kinds"]}, "moves": moves}
         kind, start = page
         return {"rows": _rows_text(tables[kind].rows[start : start + PAGE])}
 
@@ -148,8 +164,16 @@ class Questions:
             reason = f" ({whys[0]})" if whys else " (the controller is away)" if not heard else ""
             return Answer(why=f"{_ranks(missing)} could not answer{reason}")
         answer = Answer()
+        moves = {rank: heard_from.get("moves") for rank, heard_from in heard.items()}
+        moves[self.runtime.rank] = group.snapshots.moves(version)
         for kind in kinds:
             digests = {rank: said_by[kind] for rank, said_by in said.items()}
+            best = Counter(digests.values()).most_common(1)[0][0]
+            usual = next(moves.get(rank) for rank in group.ranks if digests[rank] == best)
+            others = [rank for rank in group.ranks if digests[rank] != best and rank != self.runtime.rank]
+            early = [rank for rank in others if moves.get(rank) not in (None, usual)]
+            if early and usual is not None:
+                return Answer(why=f"{_ranks(early)} had changed its weights since the step by other means, a swap say")
             problem = self._settle(group, version, step, kind, mine[kind], digests, answer)
             if problem is not None:
                 return Answer(why=problem, dissent=answer.dissent, named=answer.named)
