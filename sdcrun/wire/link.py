@@ -213,6 +213,8 @@ class Link:
             except Refused as refusal:
                 self._warn(str(refusal))
                 pause = _PAUSE_MOST
+                if self._deadline is not None:
+                    break
             except (OSError, CodecError):
                 pass
             except Exception as error:
