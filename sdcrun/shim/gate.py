@@ -64,18 +64,18 @@ def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
         return None
     if guard.synced and guard.ungated < UNGATED_WINDOWS:
         _look_for_updates(runtime, guard)
+    if not group.window_open:
+        if runtime.campaign is not None:
+            runtime.campaign.window_opens(group)
+        group.window_open = True
+        audit = bool(group.audit_every) and group.size > 1 and (
+            group.audit_next or schedule.audit_due(group.step, group.audit_every)
+        )
+        group.audit_next, group.auditing = False, audit
+        runtime.recording = runtime.recording or audit
+        if group.auditor is not None:
+            group.auditor.window_opens(group.step, audit)
     if not guard.window_open:
-        if not group.window_open:
-            if runtime.campaign is not None:
-                runtime.campaign.window_opens(group)
-            group.window_open = True
-            audit = bool(group.audit_every) and group.size > 1 and (
-                group.audit_next or schedule.audit_due(group.step, group.audit_every)
-            )
-            group.audit_next, group.auditing = False, audit
-            runtime.recording = runtime.recording or audit
-            if group.auditor is not None:
-                group.auditor.window_opens(group.step, audit)
         if runtime.injector is not None:
             runtime.injector.buffer(guard, group.step)
         guard.open_window()

@@ -104,7 +104,7 @@ class Auditor:
         ahead = self.off is None and self._several() and schedule.audit_due(step + 1, self.group.audit_every)
         if self._auditing or ahead:
             pick = schedule.audited_position(step, self.group.audit_every, self._window) if audit else NEVER
-            self.recorder = Recorder(self.guards, pick, before)
+            self.recorder = Recorder(self.guards, pick, before, ahead)
             self.group.runtime.recording = True
             if self.calibration.strict:
                 self._kernels = StrictKernels()
@@ -302,10 +302,14 @@ class Auditor:
     def _statement(self) -> dict[str, Any]:
         case = self.recorder.case if self.recorder is not None else None
         program = case.program if case is not None else None
+        scope = self.calibration.scope(program.kind if program else None)
+        if case is not None and case.uncovered:
+            less = "without the gradients of modules whose forward was not recorded"
+            scope = less if scope == "all" else f"{scope}; {less}"
         return {
             "position": program.position if program else 0,
             "window": max(self._backwards, 1),
-            "scope": self.calibration.scope(program.kind if program else None),
+            "scope": scope,
         }
 
     def _weights(self) -> dict[str, list[int]]:

@@ -36,7 +36,8 @@ class Token:
 
 class Case:
     """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
-    roots as numbers; `finite`: those and all gradients were; `weights`: digests of the weights right after it."""
+    roots as numbers; `finite`: those and all gradients were; `weights`: digests of the weights right after it;
+    `uncovered`: modules that got gradients though their forward was not recorded."""
 
     def __init__(self, program: Program, losses: list[float]) -> None:
         self.program = program
@@ -45,6 +46,7 @@ class Case:
         self.expected: dict[str, tuple[int, int]] = {}
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.weights: dict[str, list[int]] = {}
+        self.uncovered: list[str] = []
 
 
 class Recorder:
@@ -52,11 +54,12 @@ class Recorder:
     reaches their parameters; `case` is then the recorded backward, or `declined` says why there is none.
 
     `before`: the recorder of the window before, whose forwards this one's backward may still need (a GAN's generator
-    runs before the discriminator's update); it must not be used any more.
+    runs before the discriminator's update); it must not be used any more. `onwards`: forwards behind the picked
+    backward are recorded as well, for the recorder of the window after.
     """
 
-    def __init__(self, guards: list, pick: int, before: Recorder | None = None) -> None:
-        self.guards, self.pick = list(guards), pick
+    def __init__(self, guards: list, pick: int, before: Recorder | None = None, onwards: bool = False) -> None:
+        self.guards, self.pick, self.onwards = list(guards), pick, onwards
         self.case: Case | None = None
         self.declined: str | None = None
         self.done = False
@@ -206,6 +209,10 @@ class Recorder:
         self.tape.stop()
         if self.done or not any(isinstance(entry, Call) for entry in self.tape.entries):
             return run(tensors, grad_tensors, options)
+        if self.backwards > self.pick:
+            result = run(tensors, grad_tensors, options)
+            self.tape.start()
+            return result
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         table = GradientTable()
         try:
@@ -326,6 +333,7 @@ class Recorder:
             else:
                 case.expected.update(values_table("output", self._compared))
             covered = {self.guards[place].name for place in prepared.guards}
+            case.uncovered = sorted({name.partition(":")[0] for name in gradients} - covered)
             for name, pair in gradients.items():
                 if name.partition(":")[0] in covered:
                     case.expected[name] = pair
@@ -334,7 +342,7 @@ class Recorder:
             # Each time: a window may end before the backward that was picked.
             case.weights = weights_digests(self.guards)
             self.case, self.declined = case, None
-        if self.backwards > self.pick:
+        if self.backwards > self.pick and not self.onwards:
             self.finish()
 
     # -- end ----------------------------------------------------------------------------------------------------

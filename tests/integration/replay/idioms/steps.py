@@ -186,6 +186,30 @@ def gan(rank):
     return losses, [maker, judge], optimizers
 
 
+@idiom(WHOLE)
+def gan_made_between_backwards(rank):
+    """The generator's forward comes after the judge's first backward, before the judge's update."""
+    maker, judge = DDP(Net(outputs=WIDTH)), DDP(Net(outputs=1), broadcast_buffers=False)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (maker, judge)]
+    right, losses = F.binary_cross_entropy_with_logits, []
+    for step in range(STEPS):
+        real, _ = batch(step)
+        noise, _ = batch(step + 500)
+        optimizers[1].zero_grad()
+        of_real = right(judge(real), torch.ones(6, 1))
+        of_real.backward()
+        fake = maker(noise)
+        of_fake = right(judge(fake.detach()), torch.zeros(6, 1))
+        of_fake.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        made = right(judge(fake), torch.ones(6, 1))
+        made.backward()
+        optimizers[0].step()
+        losses += [of_real.item(), of_fake.item(), made.item()]
+    return losses, [maker, judge], optimizers
+
+
 class Branches(Net):
     def __init__(self) -> None:
         super().__init__()
