@@ -15,7 +15,7 @@ from rich.text import Text
 
 from sdcrun.core import words
 from sdcrun.core.types import Config
-from sdcrun.report import build, handoff, sidecars, store
+from sdcrun.report import build, handoff, metrics, sidecars, store
 from sdcrun.report.store import JobError, Reading
 from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplained
 
@@ -24,7 +24,7 @@ VIEWS = {
     "text": "report.txt",
     "html": "report.html",
     "junit": "junit.xml",
-    "prometheus": "metrics.prom",
+    "prometheus": metrics.NAME,
 }
 TOOL_ERROR = 2
 

@@ -23,6 +23,7 @@ from typing import BinaryIO
 from sdcrun.core import decide
 from sdcrun.core.codec import encode_message
 from sdcrun.core.types import Config
+from sdcrun.report.metrics import Metrics
 from sdcrun.report.store import EVENTS, EventLog
 from sdcrun.runner.controllerlog import ControllerLog
 from sdcrun.runner.conversation import Conversation
@@ -46,6 +47,7 @@ class Controller:
         self._follower = Follower(runtime, os.path.join(config.job_dir, EVENTS), log.log)
         self._intake = Intake(config, machine, self._open_record, log.say, log.log, socket.gethostname())
         self._conversation = Conversation(config, self._intake, log.say, log.log)
+        self._metrics = Metrics(config.job_dir, log.log)
         self._job_dir = config.job_dir
         self._server = Server(listener, secret, self._conversation, log.log)
         self._conversation.server = self._server
@@ -74,6 +76,8 @@ class Controller:
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_EVERY
                 talk.tick()
+                if self._intake.opened:
+                    self._metrics.turn(self._intake.state, time.monotonic())
             talk.settle()
         if not self._intake.opened:
             self._follower.end()

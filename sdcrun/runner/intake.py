@@ -74,6 +74,11 @@ class Intake:
         """Whether the record is in use."""
         return self._record is not None
 
+    @property
+    def state(self) -> Any:
+        """What the events on record, and those about to be, have said."""
+        return self._state
+
     def open(self) -> None:
         """Open or make the record and rebuild the state from it. Raises OSError; it may then be tried again."""
         record, lines = self._open_record()

@@ -82,11 +82,12 @@ def test_views_are_well_formed(job):
 def test_prometheus_says_what_the_report_says():
     text = prometheus.render(report_of(sick()))
     for line in (
-        'sdcrun_guarded_ranks{job="job"} 3',
-        'sdcrun_unguarded_ranks{job="job"} 1',
-        'sdcrun_suspect_strikes{job="job",host="gpu-1",device="GPU-0001",verdict="confirmed",injected="false"} 2',
-        'sdcrun_checkpoints{job="job",state="tainted"} 1',
-        'sdcrun_unexplained{job="job"} 1',
-        'sdcrun_steps_total{job="job",outcome="skipped"} 2',
+        'sdcrun_guarded_ranks{job_id="job"} 3',
+        'sdcrun_unguarded_ranks{job_id="job"} 1',
+        'sdcrun_suspect_strikes{job_id="job",host="gpu-1",device="GPU-0001",verdict="confirmed",injected="false"} 2',
+        'sdcrun_checkpoints{job_id="job",state="tainted"} 1',
+        'sdcrun_unexplained{job_id="job"} 1',
+        'sdcrun_steps_total{job_id="job",outcome="skipped"} 2',
+        'sdcrun_findings{job_id="job",check="weights",verdict="confirmed"} 1',
     ):
         assert line in text.splitlines(), line

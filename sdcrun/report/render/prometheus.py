@@ -1,6 +1,7 @@
 """The report as Prometheus text, for the node exporter's textfile collector or a push: base units, no time stamps.
 
-Device and host are labels of the suspect gauge alone, so that the number of series does not grow with the job.
+Device and host are labels of the suspect gauge alone, so that the number of series does not grow with the job. The
+job's name is the label `job_id`: `job` is what a Prometheus server calls the target that it scrapes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ STATES = ("verified", "provisional", "unverified", "withheld", "tainted")
 def render(report: dict[str, Any]) -> str:
     """Prometheus exposition text; every family with HELP and TYPE."""
     lines: list[str] = []
-    job = {"job": words.clean(report["job_id"])}
+    job = {"job_id": words.clean(report["job_id"])}
 
     def family(name: str, kind: str, text: str, rows: list[tuple[dict[str, str], float]]) -> None:
         lines.append(f"# HELP sdcrun_{name} {text}")
         lines.append(f"# TYPE sdcrun_{name} {kind}")
         for labels, value in rows:
             shown = ",".join(f'{key}="{_label(text)}"' for key, text in {**job, **labels}.items())
-            lines.append(f"sdcrun_{name}{{{shown}}} {value:g}" if value != int(value) else
-                         f"sdcrun_{name}{{{shown}}} {int(value)}")  # fmt: skip
+            lines.append(f"sdcrun_{name}{{{shown}}} {value!r}")
 
     family("build_info", "gauge", "Version of sdcrun that wrote this.", [({"version": __version__}, 1)])
     family("job_status", "gauge", "1 for the status that the job is in.",
@@ -54,7 +54,8 @@ def render(report: dict[str, Any]) -> str:
     found = {(check, verdict): 0 for check in CHECKS for verdict in VERDICTS}
     for finding in report["findings"]:
         found[finding["check"], finding["verdict"]] += 1
-    family("findings_total", "counter", "Findings by check and verdict.",
+    # A gauge: a finding that is looked at again, or confirmed, moves from one verdict to another.
+    family("findings", "gauge", "Findings by check and verdict, as they stand.",
            [({"check": c, "verdict": v}, n) for (c, v), n in found.items()])  # fmt: skip
     family("unexplained", "gauge", "1 when a finding is explained by neither triage nor an injected fault.",
            [({}, int(unexplained(report)))])  # fmt: skip
