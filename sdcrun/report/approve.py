@@ -25,12 +25,14 @@ def approve(job: str, device: str, by: str, root: str | os.PathLike[str] | None 
         name = by.strip()
         if not name or len(name) > MAX_NAME:
             raise JobError(f"--by: must be the name of a person (at most {MAX_NAME} characters), got {by!r}")
-        # A process of its own adds one whole line; the controller of a running job does the same, and neither undoes
-        # the other's.
-        log = store.EventLog(folder)
         said = {"device": key, "by": name}
-        log.append(Event("approved", "controller", 0, 1, time.time(), said, secrets.token_hex(6)))
-        log.close()
+        event = Event("approved", "controller", 0, 1, time.time(), said, secrets.token_hex(6))
+        if report["status"] == "running":
+            store.hand_over(folder, event)
+        else:
+            log = store.EventLog(folder)
+            log.append(event)
+            log.close()
         command.write_views(folder)
     except (JobError, OSError) as error:
         command.complain(f"error: {words.clean(error, 1000)}")

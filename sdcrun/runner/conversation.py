@@ -11,7 +11,7 @@ from typing import Any
 from sdcrun import __version__
 from sdcrun.core.codec import CodecError, decode_line, encode_message, message_of, whole_lines
 from sdcrun.core.types import EVENT_SCHEMA, Config
-from sdcrun.report.store import EVENTS
+from sdcrun.report.store import EVENTS, approvals
 from sdcrun.runner.copies import PREFIX, Copies
 from sdcrun.runner.intake import Intake
 from sdcrun.runner.outages import Absences, Outages
@@ -64,6 +64,7 @@ class Conversation:
         self._began = time.monotonic()
         self._ticked = (time.monotonic(), time.time())
         self._complained = False
+        self._approvals: set[str] = set()
         self._open_at = 0.0
         self.finisher: Connection | None = None
         self.finish_by: float | None = None
@@ -277,6 +278,7 @@ class Conversation:
         if now - since[0] > 8.0:
             self._outages.add(now, "controller", since[1], wall, "the controller was paused")
         self._intake.tick(wall)
+        self._take_approvals()
         for source, session in self._absences.spools_due(now):
             self._read_spool(source, session)
         for source, away_since in self._absences.lost(now):
@@ -302,6 +304,7 @@ class Conversation:
             names = []
         for name in names:
             self._take_spool(os.path.join(folder, name))
+        self._take_approvals()
         for statement in self._outages.due(time.monotonic(), everything=True):
             self._intake.own("blind", statement)
         self._intake.tick(time.time())
@@ -318,6 +321,13 @@ class Conversation:
         except OSError:
             pass
         return True
+
+    def _take_approvals(self) -> None:
+        """What people have decided about this job's suspects since the last look."""
+        for path in map(str, approvals(self._config.job_dir)):
+            if path not in self._approvals:
+                self._approvals.add(path)
+                self._take_spool(path)
 
     def _read_spool(self, source: str, session: str) -> None:
         self._take_spool(os.path.join(spool_folder(self._config.job_dir), spool_name(source, session)))

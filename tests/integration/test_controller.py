@@ -9,12 +9,18 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from controlkit import PATIENCE, Job, Peer, wait_for
 
+from sdcrun import cli
+from sdcrun.report import command
 from sdcrun.wire.runtime import read_runtime
 from sdcrun.wire.spool import Spool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+from eventmaker import Job as Ranks  # noqa: E402
 
 
 @pytest.fixture
@@ -255,3 +261,53 @@ def test_runtime_file_is_the_users_alone(job):
     job.start()
     wait_for(lambda: read_runtime(job.runtime) is not None)
     assert read_runtime(job.runtime)["secret"] != secret
+
+
+def suspect_of(job, rank):
+    """Have the ranks of `job` accuse one of them."""
+    told = Ranks(4)
+    told.hello()
+    told.vote(3, {"w": [rank]})
+    links = {}
+    for event in told.events:
+        if event.source not in links:
+            links[event.source] = job.link(event.source)
+        links[event.source].emit(event.kind, event.data, event.attempt)
+    wait_for(lambda: all(link._backlog.empty for link in links.values()))
+    return links
+
+
+def test_an_approval_of_a_running_job_is_put_on_record_by_its_controller(job):
+    """Once, whatever happens to the controller, and nobody else writes the record."""
+    job.start()
+    links = suspect_of(job, 2)
+    assert cli.main(["approve", str(job.folder), "rank 2", "--by", "Ada"]) == 0
+    wait_for(lambda: any(event.kind == "approved" for event in job.events()))
+    job.kill()
+    before = job.events()
+    assert cli.main(["approve", str(job.folder), "rank 2", "--by", "Bob"]) == 0
+    assert job.events() == before
+    report, _ = command.load(job.folder)
+    assert [suspect["approved_by"] for suspect in report["suspects"]] == ["Bob"]
+    assert not [text for text in report["limits"] if "spool" in text]
+    job.start()
+    for link in links.values():
+        assert link.close(PATIENCE)
+    job.finish()
+    assert [event.data["by"] for event in job.events() if event.kind == "approved"] == ["Ada", "Bob"]
+
+
+def test_metrics_are_there_while_the_job_runs(job):
+    job.start()
+    suspect_of(job, 1)
+    path = job.folder / "metrics.prom"
+    wait_for(path.exists)
+    # What it wrote first may be of the first events alone; a controller that comes back writes at once.
+    job.kill()
+    path.unlink()
+    job.start()
+    job.link("rank:0").emit("limit", {"text": "0", "check": None}, 0)
+    wait_for(path.exists)
+    text = path.read_text()
+    assert 'sdcrun_job_status{job_id="job",status="running"} 1' in text
+    assert 'device="GPU-0001",verdict="suspect"' in text and text.endswith("\n")
