@@ -19,29 +19,29 @@ WORDS = ("run", *SUBCOMMANDS)
 INTERRUPTED = 130
 
 HELP = """\
-usage: sdcrun [OPTIONS] [any torchrun option] SCRIPT [ARGUMENTS]    torchrun that notices corruption
-
-  --sdc-audit-every N    steps between replay audits (100; 0: off)  --sdc-job ID      name of job
-  --sdc-weights-every N  steps between weight votes (10; 0: off)    --sdc-dir DIR     of records
-  --sdc-budget PERCENT   overhead that chooses both                 --sdc-config FILE of settings
-  --sdc-on-fault skip|stop             --sdc-on-weight-fault repair|stop|report
-  --sdc-on-suspect report|stop         --sdc-on-bad-checkpoint withhold|raise
-  --sdc-max-strikes N (3)  --sdc-max-skipped N (20)                  then stop the job
-  --sdc-controller HOST:PORT  --sdc-selftest  --sdc-quiet  --sdc-off  (off: plain torchrun)
-  --inject-fault SPEC    put a fault in and see it found; repeatable ('help' lists what there is)
-Each is also a variable: SDCRUN_AUDIT_EVERY=10. All else is torchrun's (torchrun --help), PET_* too.
-
-Commands (JOB: an id, a folder, or the newest; sdcrun COMMAND --help):
-  report [JOB]  what was found     watch [JOB]  follow it     checkpoints [JOB]  the newest safe one
-  doctor [-- SCRIPT]  can this machine, this script be guarded   verify FILE  still what was saved?
-  campaign FILE -- LAUNCH  many faults     jobs  all of them     run SCRIPT  if named as a command
-  approve JOB DEVICE --by NAME  a person's decision about a suspect goes on record
-
-examples:  sdcrun --nnodes 4 train.py --lr 0.1             four nodes on this machine
-           sdcrun --nnodes 3 --inject-fault weight:rank=1,step=5,bit=30 train.py
-
-exit: torchrun's code | 2 usage | 86 a device is confirmed bad | 87 corruption, culprit unclear
-      88 an injected fault was missed        shell completion: sdcrun --install-completion [SHELL]"""
+usage: sdcrun [OPTIONS] [torchrun's options] SCRIPT [ARGUMENTS]
+torchrun that notices silent data corruption; nothing in the script changes.
+  --sdc-audit-every N         steps between replay audits (100; 0: off)
+  --sdc-weights-every N       steps between weight votes (10; 0: off)
+  --sdc-budget PERCENT        overhead allowed; chooses both intervals
+  --sdc-on-fault skip|stop          --sdc-on-weight-fault repair|stop|report
+  --sdc-on-suspect report|stop      --sdc-on-bad-checkpoint withhold|raise
+  --sdc-max-strikes N (3)           --sdc-max-skipped N (20): then stop
+  --sdc-job ID  --sdc-dir DIR (of job folders)  --sdc-config FILE (YAML)
+  --sdc-quiet  --sdc-off (plain torchrun)  --sdc-selftest
+  --sdc-controller HOST:PORT  --inject-fault SPEC (help: what there is)
+Each is a variable, too: SDCRUN_AUDIT_EVERY=10. The rest: torchrun --help
+commands, each with --help (JOB: an id, a folder; left out: the newest)
+  report [JOB]         what was found       watch [JOB]   follow it
+  checkpoints [JOB]    which one is safe    verify FILE   is it what was saved?
+  approve JOB DEVICE --by NAME  on record   jobs          all of them
+  doctor [-- SCRIPT]   can it be guarded?   run SCRIPT    named like a command
+  campaign FILE -- LAUNCH       many faults on your own job, and a table
+examples: sdcrun --nnodes 4 train.py --lr 0.1      four nodes on this machine
+  sdcrun --nnodes 3 --inject-fault weight:rank=1,step=5,bit=30 train.py
+exit codes: torchrun's own | 2 usage | 86 stopped, a device is confirmed bad
+  87 stopped, culprit unclear | 88 an injected fault was missed
+shell completion: sdcrun --install-completion [bash|zsh|fish]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
