@@ -4,18 +4,25 @@ The ranks write to the terminal directly, so a line drawn where the cursor is wo
 last row is taken out of the region that scrolls instead (as package managers do for their progress): whatever the
 script prints, partial lines and progress bars included, goes on above it. Each change is one write, in which the
 cursor is saved and put back.
+
+Whoever takes a row must give it back, and a process that is killed cannot. So a small shell waits for its end: it reads
+from a pipe which row is taken, and when the pipe ends with one taken, it gives that row back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
+import subprocess
 from collections.abc import Mapping
 from typing import Any
 
 SAVE, RESTORE, WHOLE = "\x1b7", "\x1b8", "\x1b[r"
 LEAST_ROWS, LEAST_COLUMNS = 6, 40
+# Give the last row told back, unless an empty line said that none is taken.
+HEIR = r'while read -r told; do row=$told; done; [ -z "$row" ] || printf "\0337\033[r\033[$row;1H\033[2K\0338"'
 
 
 def possible(descriptor: int, environ: Mapping[str, str]) -> bool:
@@ -37,9 +44,11 @@ class StatusLine:
         self._descriptor = descriptor
         self._size: os.terminal_size | None = None
         self._before: Any = None
+        self._heir: subprocess.Popen | None = None
 
     def open(self) -> None:
         """Take the last row. Ctrl-Z gives it back until sdcrun is continued."""
+        self._heir = _heir(self._descriptor)
         if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
             self._before = signal.signal(signal.SIGTSTP, self._pause)
         self._reserve()
@@ -60,6 +69,7 @@ class StatusLine:
             self._release()
             return
         self._size = size
+        self._tell(str(size.lines))
         # Down one line (scrolling where need be) and up again, so that the cursor is above the row that is taken; what
         # stands below it is an older status line in the wrong place.
         self._write(
@@ -84,12 +94,24 @@ class StatusLine:
         if self._before is not None:
             signal.signal(signal.SIGTSTP, self._before)
             self._before = None
+        if self._heir is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._heir.stdin.close()
+                self._heir.wait(1.0)
+            self._heir = None
 
     def _release(self) -> None:
         if self._size is not None:
             if self._foreground():
                 self._write(f"{SAVE}{WHOLE}\x1b[{self._size.lines};1H\x1b[2K{RESTORE}")
             self._size = None
+            self._tell("")
+
+    def _tell(self, row: str) -> None:
+        """The heir: which row is taken."""
+        if self._heir is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._heir.stdin.fileno(), f"{row}\n".encode())
 
     def _pause(self, number: int, frame: Any) -> None:
         self._release()
@@ -103,6 +125,18 @@ class StatusLine:
             os.write(self._descriptor, text.encode("utf-8", "replace"))
         except OSError:
             pass
+
+
+def _heir(descriptor: int) -> subprocess.Popen | None:
+    """The shell that gives the row back should this process be killed; in a session of its own, where no Ctrl-C reaches
+    it and no terminal stops it from writing. None where there is no shell."""
+    try:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", HEIR], stdin=subprocess.PIPE, stdout=descriptor, stderr=subprocess.DEVNULL,
+            bufsize=0, start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        return None
 
 
 def _ansi(text: Any, width: int) -> str:
