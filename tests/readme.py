@@ -171,16 +171,20 @@ def rewrite(text: str, scratch: Scratch, wanted: Callable[[str, str], bool]) -> 
     return BLOCK.sub(fresh, text)
 
 
+def changes(content: str, now: str) -> str:
+    """What is no longer so in a block, as a diff of words; empty when it still says what its command says `now`."""
+    found = []
+    for one, other in zip(plain(content), plain(now)):
+        found += list(difflib.unified_diff(one, other, "README.md", "now", n=3, lineterm=""))[:60]
+    return "\n".join(found)
+
+
 def differences(text: str, scratch: Scratch) -> list[str]:
     """What is out of date: a few lines for each block that says something else than its command does now."""
     found = []
     for _, kind, command, content, _ in BLOCK.findall(text):
-        if kind in ("output", "table"):
-            old, new = plain(content), plain(produced(kind, command, scratch))
-            for one, other in zip(old, new):
-                if one != other:
-                    lines = difflib.unified_diff(one, other, "README.md", "now", n=3, lineterm="")
-                    found.append(f"{command}:\n" + "\n".join(list(lines)[:60]))
+        if kind in ("output", "table") and (changed := changes(content, produced(kind, command, scratch))):
+            found.append(f"{command}:\n{changed}")
     return found
 
 
