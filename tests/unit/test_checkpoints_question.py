@@ -133,6 +133,43 @@ def test_a_wrong_bit_in_the_copy_of_voted_weights_of_another_step(job):
     assert judged(job, older)[0] == WITHHELD
 
 
+def merged(copy):
+    copy["0.weight"] += 0.01 * torch.randn_like(copy["0.weight"])
+    copy["1.weight"] += 0.01 * torch.randn_like(copy["1.weight"])
+
+
+def emptied(copy):
+    copy["2.weight"].zero_()
+
+
+def clamped(copy):
+    for value in list(copy.values())[:3]:
+        value.clamp_(-0.05, 0.05)
+
+
+def a_run_of_words(copy):
+    copy["0.weight"].view(-1)[40:56] = 7.0
+
+
+def several_words(copy):
+    for name in ("0.weight", "2.bias"):
+        copy[name].view(-1)[0] *= 3.0
+
+
+@pytest.mark.parametrize("voted", [False, True])
+@pytest.mark.parametrize("change", [merged, emptied, clamped, a_run_of_words, several_words])
+def test_what_a_script_has_changed_on_purpose_in_a_copy_is_saved_and_not_taken_for_damage(job, change, voted):
+    if voted:
+        job.first.voted()
+    copy = clones(job.first)
+    change(copy)
+    state, reason, _ = judged(job, copy)
+    if change in (a_run_of_words, several_words):
+        assert state == WITHHELD and "0.weight" in reason
+    else:
+        assert state == UNVERIFIED and "changed on purpose" in reason
+
+
 @pytest.mark.parametrize("where", ["0.weight", "2.bias"])
 def test_a_wrong_bit_in_the_weights_of_the_rank_that_saves(job, where):
     job.first.flip(where)

@@ -9,8 +9,11 @@ import torch
 from sdcrun.shim import fingerprint
 from sdcrun.shim.checkpoints.contents import Leaf
 from sdcrun.shim.checkpoints.locate import Word, locate_in_tensor
+from sdcrun.shim.fingerprint.quiet import quiet
 
 Row = tuple[int, int]
+# Damage is a word, a run of words, a page; what a script does to a tensor changes this share of its elements, or more.
+REWRITTEN = 1 / 8
 
 
 @dataclass
@@ -70,6 +73,10 @@ def laid_out(tensor: torch.Tensor, meta: tuple) -> torch.Tensor:
         return torch.empty_strided(meta[1], strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
+def _place(tensor: torch.Tensor) -> tuple:
+    return tensor.device, tensor.data_ptr()
+
+
 @dataclass
 class Comparison:
     """Saved tensors against one table. `words` has the single word in which a differing tensor differs, where it is
@@ -112,6 +119,27 @@ class Comparison:
                 word = locate_in_tensor(tensor, self.table.rows[name])
                 if word is not None:
                     self.words[name] = word
+
+    def rewritten(self, saved: Saved, leaves: dict[str, Leaf], held: dict[str, torch.Tensor]) -> bool:
+        """Whether differing tensors are other values on purpose (adapters merged into the weights, a head that was set
+        to zero, weights clamped) and not damaged ones: a good part of their elements is not what `held`, the same
+        tensors of this rank, has. False where that cannot be told, as where `held` is not the table's either."""
+        changed = total = 0
+        self.find_words(saved, leaves)
+        for name in self.differing:
+            mine, other = leaves[name].tensor.detach(), held.get(name)
+            if name in self.words:
+                continue
+            if other is None or mine.layout is not torch.strided or mine.shape != other.shape:
+                return False
+            if _place(mine) == _place(other) or fingerprint.metadata(other) != self.table.metas[name]:
+                return False
+            if tuple(fingerprint.fingerprints([other])[0].tolist()) != self.table.rows[name]:
+                return False
+            with quiet():
+                changed += int((mine.cpu() != other.cpu()).sum())
+            total += mine.numel()
+        return changed > REWRITTEN * total
 
 
 def compare(saved: Saved, leaves: dict[str, Leaf], table: Table) -> Comparison:

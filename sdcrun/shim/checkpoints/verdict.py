@@ -141,7 +141,7 @@ class Judge:
             moving = moving_names(tables, known.trainable if part.kind == "weights" else set(known.state))
             current = best.table.version == clock.version and not clock.moving
             if (current or len({t.version for t in tables}) > 1) and best.same_weights(saved, part.leaves, moving):
-                return _damaged(part, best, saved)
+                return _wrong(part, best, saved, known)
         return None
 
     def _by_question(self, saved: Saved, group, known: Known, undecided: list[Part]) -> list[Finding]:
@@ -174,11 +174,11 @@ class Judge:
             answer = self.questions.ask(group, version, step, kinds)
             for table in answer.tables.values():
                 self._answers.setdefault(id(group), deque(maxlen=KEPT_ANSWERS)).append(table)
-            findings += [self._answered(saved, part, moving, answer, group) for part, _, moving in asked]
+            findings += [self._answered(saved, part, moving, answer, known) for part, _, moving in asked]
         return findings
 
-    def _answered(self, saved: Saved, part: Part, moving: set[str], answer: Answer, group) -> Finding:
-        table = answer.tables.get(part.kind)
+    def _answered(self, saved: Saved, part: Part, moving: set[str], answer: Answer, known: Known) -> Finding:
+        table, group = answer.tables.get(part.kind), known.group
         if table is None:
             if any(2 * n < len(part.leaves) for n in answer.dissent.get(part.kind, {}).values()):
                 group.wanted.add("vote")
@@ -189,7 +189,7 @@ class Judge:
             group.wanted.add("vote")
         if not comparison.good:
             if comparison.same_weights(saved, part.leaves, moving):
-                return _damaged(part, comparison, saved)
+                return _wrong(part, comparison, saved, known)
             return _other(part, f"this rank's {_kind(part)} are not those of the other ranks: swapped or loaded on "
                                 "purpose, most likely", table.step)  # fmt: skip
         count = len(table.rows)
@@ -240,7 +240,13 @@ def _other(part: Part, why: str, step: int | None = None) -> Finding:
     return Finding(part, UNVERIFIED, f"{part.place}: {why}", step)
 
 
-def _damaged(part: Part, comparison: Comparison, saved: Saved) -> Finding:
+def _wrong(part: Part, comparison: Comparison, saved: Saved, known: Known) -> Finding:
+    """Of a part that is the table's but for some tensors."""
+    if comparison.rewritten(saved, part.leaves, known.parameters if part.kind == "weights" else known.state):
+        first, more = comparison.differing[0], len(comparison.differing) - 1
+        named = f"{first} and {more} more" if more else first
+        why = f"{named} differ from the vote in a good part of the elements: changed on purpose, most likely"
+        return _other(part, why)
     comparison.find_words(saved, part.leaves)
     table, rows = comparison.table, []
     for name in comparison.differing:
