@@ -179,7 +179,7 @@ def unknown_option(token: str, by_name: dict[str, Option]) -> str:
     """One line for an option that neither sdcrun nor torchrun knows, with the nearest one that exists."""
     name = token.partition("=")[0]
     dashed = name[:2] + name[2:].replace("_", "-")
-    near = difflib.get_close_matches(dashed, [*_OWN_BY_NAME, *by_name], n=1, cutoff=0.6)
-    if not near:
-        near = [known for known in _OWN_BY_NAME if dashed.startswith("--") and known.startswith(dashed)][:1]
+    # The beginning of one of ours first: torchrun's may be abbreviated, ours are not.
+    near = [known for known in _OWN_BY_NAME if len(dashed) > 3 and known.startswith(dashed)][:1]
+    near = near or difflib.get_close_matches(dashed, [*_OWN_BY_NAME, *by_name], n=1, cutoff=0.6)
     return f"unknown option {name}" + (f" (did you mean {near[0]}?)" if near else "")

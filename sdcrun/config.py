@@ -117,10 +117,14 @@ def _settled(values: dict[str, Any], sources: dict[str, str], file: str | None) 
     return Settings(config, job, directory, sources, file, tuple(notes))
 
 
-def unseen_faults(config: Config, domains: int | None = None, replicas: int | None = None) -> list[str]:
-    """Lines for the faults that no check of this run can see by design; UsageError for one outside the grammar.
+def unseen_faults(
+    config: Config, domains: int | None = None, replicas: int | None = None, nodes: int | None = None
+) -> list[str]:
+    """Lines for the faults that no check of this run can see by design; UsageError for one outside the grammar or the
+    job.
 
-    `domains` is the number of failure domains and `replicas` the world size, where they are known before the start.
+    `domains` is the number of failure domains, `replicas` the world size and `nodes` that of the nodes, where they are
+    known before the start.
     """
     if not config.faults:
         return []
@@ -129,9 +133,14 @@ def unseen_faults(config: Config, domains: int | None = None, replicas: int | No
     lines = []
     for text in config.faults:
         try:
-            unseen = faultspec.by_design_unseen(faultspec.parse(text), config, domains, replicas)
+            spec = faultspec.parse(text)
+            unseen = faultspec.by_design_unseen(spec, config, domains, replicas)
         except faultspec.FaultSpecError as error:
             raise UsageError(f"--inject-fault {error}")
+        for what, number, count in (("rank", spec.rank, replicas), ("node", spec.node, nodes)):
+            if None not in (number, count) and number >= count:
+                last = f"the last {what} of this job is {count - 1}"
+                raise UsageError(f"--inject-fault {text}: there is no {what} {number}, {last}")
         if unseen:
             why = f"no check of this run can see it and name its device, by design: {unseen}"
             lines.append(f"--inject-fault {text}: {why}")

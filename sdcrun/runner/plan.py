@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sdcrun import optiontable
 from sdcrun.args import CommandLine
 from sdcrun.errors import UsageError
-from sdcrun.runner import localnodes
+from sdcrun.runner import localnodes, registered
 
 _REDIRECTS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 _NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
@@ -41,14 +41,19 @@ class Plan:
     local_nodes: int = 1
 
     @property
+    def nodes(self) -> int | None:
+        """Nodes of the whole job where that is known before the start."""
+        return self.max_nodes if self.min_nodes == self.max_nodes else None
+
+    @property
     def world_size(self) -> int | None:
         """Ranks of the whole job where that is known before the start."""
-        return self.nproc * self.max_nodes if self.nproc is not None and self.min_nodes == self.max_nodes else None
+        return self.nproc * self.nodes if self.nproc is not None and self.nodes is not None else None
 
     @property
     def domains(self) -> int | None:
         """Failure domains of the whole job where that is known: the nodes from three on, else the devices."""
-        return self.max_nodes if self.max_nodes >= 3 and self.min_nodes == self.max_nodes else self.world_size
+        return self.nodes if self.nodes is not None and self.nodes >= 3 else self.world_size
 
 
 def make(line: CommandLine, table: tuple[optiontable.Option, ...], environ: Mapping[str, str]) -> Plan:
@@ -57,12 +62,14 @@ def make(line: CommandLine, table: tuple[optiontable.Option, ...], environ: Mapp
     given = optiontable.given(table, line.torchrun, environ)
     min_nodes, max_nodes = _nodes(options.nnodes)
     _check_values(options)
+    registered.check(options)
     nproc = _nproc(options.nproc_per_node)
     if line.script is None:
         raise UsageError("no script given; usage: sdcrun [options] SCRIPT [arguments] (sdcrun --help)")
     _check_script(line.script, options, environ)
     if getattr(options, "standalone", False) and min_nodes > 1:
         raise UsageError(f"--standalone (one node) and --nnodes {options.nnodes} contradict each other")
+    _check_place(options, max_nodes)
     local = max_nodes if localnodes.wanted(max_nodes, options, given, environ) else 1
     return Plan(
         tuple(line.torchrun),
@@ -129,6 +136,29 @@ def _check_values(options: argparse.Namespace) -> None:
         raise UsageError("--module and --no-python contradict each other")
 
 
+def _check_place(options: argparse.Namespace, max_nodes: int) -> None:
+    """Where the nodes meet, for torch's own two ways (others may spell an endpoint as they like)."""
+    if options.rdzv_backend not in ("static", "c10d") or getattr(options, "standalone", False):
+        return
+    endpoint = options.rdzv_endpoint.strip()
+    if endpoint and not _is_endpoint(endpoint):
+        raise UsageError(f"--rdzv-endpoint {endpoint}: must be HOST or HOST:PORT")
+    port = options.master_port
+    if port is not None and not 0 <= port < 1 << 16:
+        raise UsageError(f"--master-port {port}: must be 0 to 65535")
+    if options.rdzv_backend == "static" and max_nodes > 1 and not 0 <= options.node_rank < max_nodes:
+        raise UsageError(f"--node-rank {options.node_rank} and --nnodes {options.nnodes} contradict each other")
+
+
+def _is_endpoint(text: str) -> bool:
+    """As torch reads it: what follows the last colon is the port, brackets hold an IPv6 address."""
+    host, *port = [text] if text[0] == "[" and text[-1] == "]" else text.rsplit(":", 1)
+    host = host[1:-1] if len(host) > 1 and host[0] == "[" and host[-1] == "]" else host
+    if port and not (re.fullmatch(r"[0-9]+", port[0]) and int(port[0]) < 1 << 16):
+        return False
+    return re.fullmatch(r"[\w.:-]+", host) is not None
+
+
 def _check_script(script: str, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """The script must be there. What only another interpreter can know (PYTHON_EXEC) is left to it."""
     if getattr(options, "run_path", False):
@@ -137,6 +167,8 @@ def _check_script(script: str, options: argparse.Namespace, environ: Mapping[str
         exists, kind = shutil.which(script) is not None, "program"
     elif getattr(options, "module", False):
         exists, kind = environ.get("PYTHON_EXEC") is not None or _module_exists(script), "module"
+        if exists and script.endswith(".py") and os.path.exists(script):
+            raise UsageError(f"-m takes the name of a module: {script.removesuffix('.py').replace(os.sep, '.')}")
     else:
         exists, kind = os.path.exists(script), "script"
         if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):

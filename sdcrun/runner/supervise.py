@@ -37,7 +37,7 @@ class Supervisor:
         self.host = inventory.host_name()
         self.alone = plan.local_nodes > 1 or plan.max_nodes == 1
         self.devices = localnodes.split_devices(plan.local_nodes, plan.nproc, environ) if plan.local_nodes > 1 else None
-        self.unseen = configuration.unseen_faults(settings.config, plan.domains, plan.world_size)
+        self.unseen = configuration.unseen_faults(settings.config, plan.domains, plan.world_size, plan.nodes)
         self.control = None
         self.live: Live | None = None
         self.stop_order: dict[str, Any] | None = None
@@ -139,7 +139,7 @@ class Supervisor:
             {
                 **facts,
                 "node": plan.options.node_rank if "node_rank" in plan.given else None,
-                "nnodes": plan.max_nodes if plan.min_nodes == plan.max_nodes else None,
+                "nnodes": plan.nodes,
                 "nproc": plan.nproc,
                 "command": self.command,
                 "versions": {**inventory.versions(), "driver": driver},

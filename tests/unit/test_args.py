@@ -98,6 +98,8 @@ def test_split(typed, own, torchrun, script, rest):
         ("--nodes 4 a.py", "unknown option --nodes (did you mean --nnodes?)"),
         ("--sdc-audit-evry 4 a.py", "unknown option --sdc-audit-evry (did you mean --sdc-audit-every?)"),
         ("--inject-faults x a.py", "unknown option --inject-faults (did you mean --inject-fault?)"),
+        ("--sdc-audit 3 a.py", "unknown option --sdc-audit (did you mean --sdc-audit-every?)"),
+        ("--sdc a.py", "unknown option --sdc (did you mean --sdc-config?)"),
         ("-z a.py", "unknown option -z"),
         ("--r 3 a.py", "ambiguous option: --r could be"),
         ("--sdc-job", "--sdc-job needs a value (ID)"),
@@ -135,7 +137,7 @@ def prefixes(name: str):
     """Spellings of a long option that mean it alone."""
     return [
         name[:end]
-        for end in range(4, len(name) + 1)
+        for end in range(3, len(name) + 1)
         if len({o.dest for o in TABLE for n in o.names if n.startswith(name[:end])}) == 1 or end == len(name)
     ]
 
@@ -152,7 +154,7 @@ def spelled(draw):
     value = draw(st.sampled_from(option.choices) if option.choices else values.get(option.kind, texts))
     if name.startswith("--"):
         return draw(st.sampled_from([[f"{name}={value}"], [name, value]]))
-    joined = [name + value] if value else [name, value]
+    joined = draw(st.sampled_from([[name + value], [f"{name}={value}"]])) if value else [name, value]
     return draw(st.sampled_from([joined, [name, value], ["-m" + name[1:], value], ["-m" + name[1:] + (value or "0")]]))
 
 
@@ -202,6 +204,38 @@ def test_torchrun_ends_with_the_same_namespace(parts, environ, dashes, rest):
         for option in TABLE:
             if option.dest != "help" and (option.kind is not None or option.arity == 0):
                 assert getattr(mirrored, option.dest) == expected[option.dest], option.dest
+
+
+def test_every_option_in_every_spelling_alone():
+    """What the property above draws by chance, in full: each name and each beginning of it, with "=" and with a space,
+    each short one joined, apart and behind -m, each variable."""
+    wrong, count = [], 0
+    for option in (o for o in TABLE if o.dest != "help"):
+        value = (option.choices or ("3",))[0]
+        for name in option.names:
+            if not name.startswith("--"):
+                forms = [[f"{name}{value}"], [name, value], [f"{name}={value}"], [f"-m{name[1:]}", value],
+                         [f"-m{name[1:]}{value}"]] if option.arity else [[name]]  # fmt: skip
+            else:
+                forms = [f for p in prefixes(name) for f in ([[f"{p}={value}"], [p, value]] if option.arity else [[p]])]
+            for tokens in forms:
+                count += 1
+                line = args.split([*tokens, "script.py", "-r", "x"], TABLE)
+                theirs = real_namespace([*tokens, "--", "script.py", "-r", "x"])
+                if line.torchrun != tokens or line.script_args != ["-r", "x"]:
+                    wrong.append(tokens)
+                elif theirs is not None and (option.kind is not None or option.arity == 0):
+                    mirrored = optiontable.namespace(TABLE, tokens, {})
+                    if getattr(mirrored, option.dest) != theirs[option.dest]:
+                        wrong.append(tokens)
+        if option.environment and (option.kind is not None or option.arity == 0):
+            count += 1
+            variable = {f"PET_{option.dest.upper()}": "1"}
+            with mock.patch.dict(os.environ, variable):
+                theirs = real_namespace(["script.py"])
+            if getattr(optiontable.namespace(TABLE, [], variable), option.dest) != theirs[option.dest]:
+                wrong.append(variable)
+    assert not wrong and count > 600, (wrong, count)
 
 
 def test_given_are_tokens_and_variables():

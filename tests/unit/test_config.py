@@ -95,7 +95,18 @@ def test_unseen_faults_are_named_before_the_run():
     settings = config.load({"inject_fault": ["allreduce:step=3", "weight:rank=1"]}, {})
     lines = config.unseen_faults(settings.config, domains=4, replicas=4)
     assert len(lines) == 1 and "allreduce:step=3" in lines[0] and "by design" in lines[0]
-    assert len(config.unseen_faults(settings.config, domains=1, replicas=1)) == 2
+    assert len(config.unseen_faults(settings.config, domains=2, replicas=2)) == 2
+
+
+def test_fault_on_a_rank_that_the_job_does_not_have():
+    settings = config.load({"inject_fault": ["weight:rank=3"]}, {})
+    assert config.unseen_faults(settings.config, 4, 4) == [] == config.unseen_faults(settings.config)
+    with pytest.raises(UsageError, match="there is no rank 3, the last rank of this job is 2"):
+        config.unseen_faults(settings.config, 3, 3)
+    settings = config.load({"inject_fault": ["weight:node=2"]}, {})
+    assert config.unseen_faults(settings.config, 3, 3, 3) == []
+    with pytest.raises(UsageError, match="there is no node 2, the last node of this job is 1"):
+        config.unseen_faults(settings.config, 8, 8, 2)
 
 
 @pytest.mark.parametrize(

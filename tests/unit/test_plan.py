@@ -93,6 +93,20 @@ def test_variables_can_give_the_rendezvous(environ, local):
         ("--rdzv-conf a=1,,b=2 train.py", "--rdzv-conf a=1,,b=2: must be KEY=VALUE"),
         ("-m --no-python train.py", "--module and --no-python contradict each other"),
         ("--standalone --nnodes 2 train.py", "--standalone (one node) and --nnodes 2 contradict each other"),
+        ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 and --nnodes 2 contradict each other"),
+        ("--nnodes 2 --rdzv-endpoint h:x train.py", "--rdzv-endpoint h:x: must be HOST or HOST:PORT"),
+        ("--rdzv-backend c10d --rdzv-endpoint h:1:y train.py", "--rdzv-endpoint h:1:y: must be HOST or HOST:PORT"),
+        ("--rdzv-backend c10d --rdzv-endpoint h:65536 train.py", "--rdzv-endpoint h:65536: must be HOST"),
+        ("--rdzv-backend c10d --rdzv-endpoint http://h:1 train.py", "--rdzv-endpoint http://h:1: must be HOST"),
+        ("--master-port 65536 train.py", "--master-port 65536: must be 0 to 65535"),
+        ("--rdzv-backend c10 train.py",
+         "--rdzv-backend c10: must be one of c10d, etcd, etcd-v2, static (did you mean c10d?)"),
+        ("--event-log-handler nul train.py",
+         "--event-log-handler nul: must be one of console, dynamic_rendezvous, null (did you mean null?)"),
+        ("--numa-binding nod train.py",
+         "--numa-binding nod: must be one of core-complex, exclusive, node, socket (did you mean node?)"),
+        ("--logs-specs x train.py", "--logs-specs x: must be one of default"),
+        ("-m train.py", "-m takes the name of a module: train"),
     ],
 )
 def test_refused_in_one_line(typed, said):
@@ -100,6 +114,39 @@ def test_refused_in_one_line(typed, said):
         made(typed)
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--rdzv-backend static --rdzv-endpoint h:1",
+        "--rdzv-backend c10d --rdzv-endpoint [::1]:29400",
+        "--rdzv-backend c10d --rdzv-endpoint [fe80::1]",
+        "--rdzv-backend c10d --rdzv-endpoint node_0.example-1.org",
+        "--rdzv-backend etcd --rdzv-endpoint http://h:2379/v2",
+        "--nnodes 2 --standalone --nnodes 1:2 --node-rank 7",
+        "--rdzv-backend c10d --rdzv-endpoint h --nnodes 2 --node-rank 7",
+        "--node-rank 7",
+        "--numa-binding node --event-log-handler console",
+    ],
+)
+def test_what_torchrun_takes_is_not_refused(typed):
+    assert made(f"{typed} train.py").script == "train.py"
+
+
+def test_words_of_plug_ins_are_taken(folder, monkeypatch):
+    """Torch finds them as entry points; where its own words cannot be read from its source it alone decides."""
+    package = folder / "site" / "plug-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Name: plug\nVersion: 1.0\n")
+    points = "[torchrun.handlers]\nzeus = json:loads\n[torchrun.logs_specs]\nmy = json:x\n"
+    (package / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(folder / "site"))
+    assert made("--rdzv-backend zeus --rdzv-endpoint /a/b --logs-specs my train.py").options.rdzv_backend == "zeus"
+    with pytest.raises(UsageError, match="must be one of c10d, etcd, etcd-v2, static, zeus"):
+        made("--rdzv-backend zues train.py")
+    monkeypatch.setattr(optiontable, "source_path", lambda: str(folder / "torch" / "distributed" / "run.py"))
+    assert made("--rdzv-backend unheard-of train.py").script == "train.py"
 
 
 def test_modules_and_programs_are_found(folder):
