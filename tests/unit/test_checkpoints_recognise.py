@@ -115,6 +115,16 @@ def test_optimizer_state(trained, copied):
     assert part.kind == "optimizer" and all(name.startswith("0.exp_avg.") for name in part.leaves)
 
 
+def test_one_tensor_of_an_optimizers_state_that_is_a_copy_is_found(trained):
+    """A tensor that does not lie where the optimizer's does may be the very one that is damaged."""
+    state = trained.optimizer.state_dict()
+    state["state"] = {number: dict(entry) for number, entry in state["state"].items()}
+    copied = state["state"][1]["exp_avg"] = state["state"][1]["exp_avg"].clone()
+    (part,) = found(trained, {"opt": state})
+    assert set(part.leaves) == set(trained.known.state)
+    assert [name.split(".")[1] for name, leaf in part.leaves.items() if leaf.tensor is copied] == ["exp_avg"]
+
+
 @pytest.mark.parametrize("contents", [
     {"loss": torch.tensor(1.0)}, torch.randn(11), {"weight": torch.ones(11)}, list(range(10_000)),
     {"images": torch.randn(3, 4), "labels": torch.arange(3)}, {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, None,

@@ -161,14 +161,13 @@ def _in_order(members: list[Leaf], known: Known) -> dict[str, Leaf]:
 
 
 def _states(members: list[Leaf], known: Known) -> dict[str, Leaf]:
-    """Table name "<optimizer>.<key>.<parameter>" -> tensor, of the entries of an optimizer's state dict."""
+    """Table name "<optimizer>.<key>.<parameter>" -> tensor, of the entries of an optimizer's state dict: the tensors of
+    the optimizer itself by where they lie, those that the script has copied by their path."""
     named: dict[str, Leaf] = {}
     for leaf in members:
         name = known.state_places.get(_place(leaf.tensor)) if leaf.tensor.layout is torch.strided else None
         if name is not None:
             named.setdefault(name, leaf)
-    if named:
-        return named
     best: dict[str, Leaf] = {}
     for number, order in enumerate(known.order):
         tried: dict[str, Leaf] = {}
@@ -181,5 +180,6 @@ def _states(members: list[Leaf], known: Known) -> dict[str, Leaf]:
             target = f"{number}.{key}.{parameter}"
             if target in known.state and known.state[target].shape == leaf.tensor.shape:
                 tried[target] = leaf
-        best = max(best, tried, key=len)
-    return best
+        # Which optimizer this is: the one whose own tensors lie here, else the one that most of the paths fit.
+        best = max(best, tried, key=lambda one: (sum(named.get(name) is leaf for name, leaf in one.items()), len(one)))
+    return best | named
