@@ -121,7 +121,8 @@ def now(state: State, entry: dict[str, Any], confirmed: dict[str, Place | None])
     place = entry["attempt"], entry["step"] if entry["step"] is not None else 1 << 60
     for device, clean in confirmed.items():
         if clean is None or place > clean:
-            return TAINTED, f"{device} was confirmed later; its last clean audit lies before this save"
+            known = "none" if clean is None else f"that of step {clean[1]}"
+            return TAINTED, f"{device} is confirmed bad; its last clean audit before it was first accused: {known}"
     if entry["state"] == VERIFIED:
         return VERIFIED, entry["reason"]
     following = _first_audit(state, *place)

@@ -169,5 +169,5 @@ def _done_vote(case: VoteCase) -> str:
     if case.action == "stopped":
         return "The ranks agreed to stop."
     if case.action == "declined":
-        return "Nothing was changed."
+        return "Nothing was changed: the replicas differ from here on."
     return "Reported only; nothing was changed."

@@ -9,11 +9,8 @@ from typing import Any
 
 from sdcrun.core.types import Device, Finding, Verdict
 
-CHECK_TITLES = {
-    "nonfinite": "check 1, non-finite gradients",
-    "replay": "check 2, replay audit",
-    "weights": "check 3, weight vote",
-}
+CHECK_NAMES = {"nonfinite": "non-finite gradients", "replay": "replay audit", "weights": "weight vote"}
+CHECK_TITLES = {check: f"check {number}, {name}" for number, (check, name) in enumerate(CHECK_NAMES.items(), 1)}
 LIMIT = 160
 RANKS_APART = (
     "Look for code that treats ranks differently: seeds, a load on one rank, weights changed outside the optimizer."
@@ -89,15 +86,19 @@ def device(one: Device) -> str:
     return f"host {clean(one.host, 80)}, device {clean(one.uuid, 80)}" + (f" ({', '.join(known)})" if known else "")
 
 
+def lines_to_paste(job_id: str) -> str:
+    """The command that prints the lines which take a node out of service."""
+    return f"sdcrun report {clean(job_id or 'JOB', 80)} --commands slurm|kubernetes|hyperpod|gcloud"
+
+
 def advice(finding: Finding, job_id: str) -> str:
     """What a person should do about `finding` now."""
-    job = clean(job_id or "JOB", 80)
     if finding.injected:
         return "Nothing: --inject-fault put this fault there."
     if finding.verdict is Verdict.CONFIRMED:
         return (
             f"Take the device out of service, run the vendor's diagnostics on it, requeue without it. "
-            f"Lines to paste: sdcrun report {job} --commands slurm|kubernetes|hyperpod|gcloud"
+            f"Lines to paste: {lines_to_paste(job_id)}"
         )
     if finding.verdict is Verdict.SUSPECT and finding.strike:
         return "Let it run and watch this device: a second independent finding confirms it. Test it at the next chance."

@@ -42,6 +42,7 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
         "job_id": str(state.config.job_id or job.get("job_id") or ""),
         "status": where,
         "exit_code": _exit_code(state),
+        "stopped_because": words.clean(state.stop.why, 400) if state.stop is not None else None,
         "started_at": words.moment(state.first_time if state.first_time is not None else job.get("created_at")),
         "ended_at": words.moment(max(end["time"] for end in state.ends.values())) if state.ends else None,
         "attempts": len([a for a in state.roster.attempts.values() if a.places]),

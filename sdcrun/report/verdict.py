@@ -47,6 +47,9 @@ def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
     if confirmed:
         return BAD, f"Confirmed: {_devices(confirmed)} computed wrongly more than once. Take it out of service."
     wrong = [row for row in report["injected"] if row["problem"]]
+    if wrong and report["status"] == "running":
+        still = f"{words.count(len(wrong), 'injected fault')} of {len(report['injected'])}"
+        return WATCH, f"Under way: {still} not yet caught as it should be ({words.clean(wrong[0]['spec'], 80)})."
     if wrong:
         return BAD, (f"The smoke run failed: {words.count(len(wrong), 'fault')} of {len(report['injected'])} "
                      f"went wrong ({words.clean(wrong[0]['spec'], 80)}: {wrong[0]['problem']}).")  # fmt: skip
@@ -81,15 +84,49 @@ def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
 def _smoke_text(report: dict[str, Any]) -> str:
     rows = report["injected"]
     caught = sum(1 for row in rows if row["caught_by"])
-    named = sum(1 for row in rows if row["named_right"])
+    named = sum(1 for row in rows if row["named_right"] or _nobody_to_name(row))
     if caught == named == len(rows):
         what = "The injected fault was" if caught == 1 else f"All {caught} injected faults were"
-        nobody = all(row["spec"].startswith(BLAMELESS) for row in rows)
+        nobody = all(_nobody_to_name(row) for row in rows)
         right = "nobody was accused of it" if nobody else f"exactly the right device{'' if caught == 1 else 's'} named"
         return f"{what} caught, and {right}."
     text = f"{caught} of {words.count(len(rows), 'injected fault')} caught, the right devices named for {named}."
     unseen = sum(1 for row in rows if row["by_design_unseen"] and not row["named_right"])
     return text + (f" For {unseen} no check of this run could have done it." if unseen else "")
+
+
+def _nobody_to_name(row: dict[str, Any]) -> bool:
+    """Whether an injected fault was caught, and rightly nobody accused of it."""
+    right = row["named_right"] or row["named_right"] is None and not row["by_design_unseen"]
+    return bool(row["caught_by"] and right and row["spec"].startswith((*BLAMELESS, "checkpoint")))
+
+
+def caught_by(row: dict[str, Any]) -> str:
+    """The check that caught an injected fault, by its name."""
+    return words.CHECK_NAMES.get(row["caught_by"], row["caught_by"]) or "nothing"
+
+
+def named(row: dict[str, Any]) -> str:
+    """Whether the right device was named for an injected fault."""
+    return "nobody" if _nobody_to_name(row) else {True: "right", False: "WRONG", None: "-"}[row["named_right"]]
+
+
+def outcome(row: dict[str, Any]) -> tuple[str, str]:
+    """(what became of an injected fault in a word or two, level)."""
+    if row["problem"]:
+        return "FAILED", BAD
+    if row["by_design_unseen"]:
+        return "seen, not named" if row["caught_by"] else "unseen by design" if row["fired"] else "not reached", WATCH
+    return "ok", GOOD
+
+
+def how_sure(suspect: dict[str, Any]) -> str:
+    """Strikes, steps, rule and persistence of a suspect in a line."""
+    first, last = suspect["first_step"], suspect["last_step"]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    lasting = {"unknown": "not known whether it lasts"}.get(suspect["persistence"], suspect["persistence"])
+    return (f"{suspect['verdict']} (rule: {suspect['rule']}), {words.count(suspect['strikes'], 'strike')}, {steps}, "
+            f"{lasting}")  # fmt: skip
 
 
 def _devices(suspects: list[dict[str, Any]]) -> str:
@@ -107,7 +144,6 @@ def counts(report: dict[str, Any]) -> str:
 
 def next_command(report: dict[str, Any]) -> str:
     """What to type next."""
-    job = words.clean(report["job_id"] or "JOB", 80)
     if any(s["verdict"] == "confirmed" and not s["injected"] for s in report["suspects"]):
-        return f"sdcrun report {job} --commands slurm|kubernetes|hyperpod|gcloud"
-    return f"sdcrun report {job}"
+        return words.lines_to_paste(report["job_id"])
+    return f"sdcrun report {words.clean(report['job_id'] or 'JOB', 80)}"

@@ -85,7 +85,7 @@ def test_the_table_at_the_end_and_junit_have_a_row_for_each_fault():
     report = build.build(build.fold(job.config, job.events))
     lines = text.faults(report)
     assert len([line for line in lines if ":" in line and "×" in line]) == 3
-    assert "weights" in lines[1] and "yes" in lines[1] and "unseen by design" in " ".join(lines)
+    assert "weight vote" in lines[1] and "right" in lines[1] and "unseen by design" in " ".join(lines)
     assert "there is no rank 7" in " ".join(" ".join(lines).split())
     assert text.faults({**report, "injected": []}) == []
     xml = junit.render(report)

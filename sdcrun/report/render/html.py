@@ -14,14 +14,15 @@ import jinja2
 
 from sdcrun.core import words
 from sdcrun.core.state import State
+from sdcrun.core.types import Device
 from sdcrun.report import picture
-from sdcrun.report.verdict import counts, headline, next_command
+from sdcrun.report.answers import answers
+from sdcrun.report.verdict import caught_by, counts, headline, how_sure, named, outcome
 
 MAX_BLOCKS = 40
 MAX_ROWS = 1500
 MAX_SUSPECTS = 100
 MAX_EVIDENCE = 6
-CHECK_NAMES = {"nonfinite": "non-finite gradients", "replay": "replay audit", "weights": "weight vote"}
 
 
 def render(report: dict[str, Any], state: State) -> str:
@@ -32,17 +33,19 @@ def render(report: dict[str, Any], state: State) -> str:
         report=report,
         level=level,
         headline=text,
+        answers=answers(report),
         counts=counts(report),
-        next_command=next_command(report),
         nodes=[_drawn(node) for node in nodes],
         labels=len(nodes) <= picture.NO_LABELS_ABOVE,
         time=picture.timeline(report, state),
         suspects=[_suspect(suspect) for suspect in report["suspects"][:MAX_SUSPECTS]],
         unguarded=_unguarded(report),
+        injected=[{**row, "caught": caught_by(row), "named": named(row), "outcome": outcome(row)}
+                  for row in report["injected"]],
         blocks=_blocks(report),
         rows=report["findings"][:MAX_ROWS],
         clean_audits=_clean_audits(report),
-        check_names=CHECK_NAMES,
+        check_names=words.CHECK_NAMES,
         max_overhead=max([percent or 0 for percent in report["overhead"]["by_check"].values()], default=0),
     )
 
@@ -71,7 +74,9 @@ def _drawn(node: dict[str, Any]) -> dict[str, Any]:
 
 def _suspect(suspect: dict[str, Any]) -> dict[str, Any]:
     evidence = [{**row, "picture": picture.bits(row)} for row in suspect["evidence"][:MAX_EVIDENCE]]
-    return {**suspect, "evidence": evidence, "more": max(0, len(suspect["evidence"]) - MAX_EVIDENCE)}
+    who = words.device(Device(**suspect["device"]))
+    more = max(0, len(suspect["evidence"]) - MAX_EVIDENCE)
+    return {**suspect, "who": who, "sure": how_sure(suspect), "evidence": evidence, "more": more}
 
 
 def _unguarded(report: dict[str, Any]) -> list[dict[str, str]]:
@@ -90,7 +95,13 @@ def _blocks(report: dict[str, Any]) -> list[dict[str, Any]]:
     grave = sorted(
         range(len(found)), key=lambda i: (found[i]["injected"], -picture.GRAVITY.index(found[i]["verdict"]), i)
     )
-    return [found[i] for i in sorted(grave[:MAX_BLOCKS])]
+    return [{**found[i], **_lines(found[i]["text"])} for i in sorted(grave[:MAX_BLOCKS])]
+
+
+def _lines(block: str) -> dict[str, Any]:
+    """The first line of a block, and (name, text) of the others."""
+    head, *rest = block.split("\n")
+    return {"head": head, "lines": [line.strip().partition(" ")[::2] for line in rest]}
 
 
 def _clean_audits(report: dict[str, Any]) -> str:

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from sdcrun.core import words
 from sdcrun.core.roster import MAX_PEERS
-from sdcrun.core.smoke import BLAMELESS
-from sdcrun.report.verdict import LEVEL_STYLES, counts, headline, next_command
+from sdcrun.core.types import Device
+from sdcrun.report.answers import answers
+from sdcrun.report.verdict import LEVEL_STYLES, caught_by, counts, headline, how_sure, named, outcome
 
 PLAIN_WIDTH = 100
 MAX_BLOCKS = 20
@@ -65,6 +66,8 @@ def _write(console: Console, report: dict[str, Any]) -> None:
     console.print()
     console.print(Text(text, LEVEL_STYLES[level]))
     console.print()
+    _pairs(console, answers(report))
+    console.print()
     _pairs(console, _facts(report))
     for title, section in _SECTIONS:
         rows = section(report)
@@ -91,7 +94,8 @@ def _grid(rows: list[tuple[Text, ...]], last_wraps: bool = True) -> Table:
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     where = f"{words.count(report['world_size'], 'rank')} on {words.count(report['nnodes'], 'node')}"
-    facts = [
+    facts = [("stopped", report["stopped_because"])] if report["stopped_because"] else []
+    facts += [
         ("job", f"{where}, {report['guarded_ranks']} guarded, {words.count(report['attempts'], 'attempt')}"),
         ("steps", counts(report)),
         ("checks", _checks(report)),
@@ -112,11 +116,10 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _checks(report: dict[str, Any]) -> str:
-    names = {"nonfinite": "non-finite", "replay": "replay audit", "weights": "weight vote"}
     said = []
     for check, row in report["checks"].items():
         off = f" (off: {words.clean(row['off_reason'], 100)})" if row["off_reason"] else ""
-        said.append(f"{names[check]} {row['run']:,}×, fired {row['fired']:,}{off}")
+        said.append(f"{words.CHECK_NAMES[check]} {row['run']:,}×, fired {row['fired']:,}{off}")
     return "; ".join(said)
 
 
@@ -124,7 +127,7 @@ def _overhead(report: dict[str, Any]) -> str:
     over = report["overhead"]
     if over["percent_of_step_time"] is None:
         return "not measured"
-    parts = ", ".join(f"{check} {percent:.2f}" for check, percent in over["by_check"].items())
+    parts = ", ".join(f"{words.CHECK_NAMES[check]} {percent:.2f}" for check, percent in over["by_check"].items())
     return f"{over['percent_of_step_time']:.2f} % of step time ({parts})"
 
 
@@ -142,19 +145,15 @@ def _unguarded(report: dict[str, Any]) -> list[Any]:
 def _suspects(report: dict[str, Any]) -> list[Any]:
     rows: list[Any] = []
     for suspect in report["suspects"][:MAX_ROWS]:
-        device = suspect["device"]
         mark = " · injected" if suspect["injected"] else ""
         rows.append(Text(f"{suspect['verdict'].upper()} rank {suspect['rank']}{mark}", VERDICTS[suspect["verdict"]]))
-        known = [f"{key} {words.clean(device[key], 60)}" for key in ("model", "serial", "pci") if device[key]]
-        steps = {suspect["first_step"], suspect["last_step"]}
         pairs = [
-            ("device", f"host {words.clean(device['host'])}, {words.clean(device['uuid'])} {'; '.join(known)}".strip()),
-            ("place", f"local rank {_or(suspect['local_rank'])}, node {_or(suspect['node'])}"),
-            ("strikes", f"{suspect['strikes']}, step {' to '.join(str(step) for step in sorted(steps))}, "
-                        f"persistence {suspect['persistence']}, rule: {suspect['rule']}"),
+            ("who", f"{words.device(Device(**suspect['device']))}; local rank {_or(suspect['local_rank'])}, "
+                    f"node {_or(suspect['node'])}"),
+            ("sure", how_sure(suspect)),
             ("ruled out", "; ".join(suspect["ruled_out"]) or "nothing"),
             *[("evidence", text) for text in _evidence(suspect)],
-            ("do", suspect["recommended_action"]),
+            ("now", suspect["recommended_action"]),
         ]  # fmt: skip
         if suspect["approved_by"]:
             pairs.append(("approved", f"by {words.clean(suspect['approved_by'])}"))
@@ -170,7 +169,8 @@ def _evidence(suspect: dict[str, Any]) -> list[str]:
     """The first few pieces of evidence, a line each."""
     lines = []
     for row in suspect["evidence"][:3]:
-        text = f"step {row['step']}, {row['phase']}"
+        phase = "" if row["phase"] == row["check"] else f", {words.clean(row['phase'], 40)}"
+        text = f"step {row['step']}, {words.CHECK_NAMES[row['check']]}{phase}"
         if row["tensor"] is not None:
             text += f", {words.clean(row['tensor'], 80)}"
         if row.get("index") is not None:
@@ -223,19 +223,21 @@ def _findings(report: dict[str, Any]) -> list[Any]:
 def _injected(report: dict[str, Any]) -> list[Any]:
     if not report["injected"]:
         return []
-    head = ("fault", "fired", "caught by", "after", "named right", "")
-    rows = [tuple(Text(text, "dim") for text in head)]
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for place, title in enumerate(("fault", "fired", "caught by", "after", "named", "")):
+        table.add_column(title, no_wrap=place > 0, overflow="fold")
+    notes = []
     for row in report["injected"][:MAX_ROWS]:
-        named = {True: "yes", False: "NO", None: "-"}[row["named_right"]]
-        if named == "yes" and row["spec"].startswith(BLAMELESS):
-            named = "nobody"
-        unseen = "seen, not named" if row["caught_by"] else "unseen by design" if row["fired"] else "not reached"
-        note = row["problem"] or (f"{unseen}: {row['by_design_unseen']}" if row["by_design_unseen"] else "ok")
-        after = "-" if row["after_steps"] is None else words.count(row["after_steps"], "step")
-        cells = (words.clean(row["spec"], 60), f"{row['fired']:,}×", row["caught_by"] or "nothing", after, named, note)
-        style = "red" if row["problem"] else "yellow" if row["by_design_unseen"] else "green"
-        rows.append((Text(cells[0]), *[Text(cell) for cell in cells[1:5]], Text(words.clean(cells[5], 200), style)))
-    return [_grid(rows), *_more(len(report["injected"]), "fault")]
+        spec, after = words.clean(row["spec"], 120), row["after_steps"]
+        result, level = outcome(row)
+        style = LEVEL_STYLES[level]
+        table.add_row(
+            Text(spec), Text(f"{row['fired']:,}×"), Text(caught_by(row)),
+            Text("-" if after is None else words.count(after, "step")), Text(named(row)), Text(result, style),
+        )  # fmt: skip
+        why = row["problem"] or row["by_design_unseen"]
+        notes += [Text(f"{result}: {words.clean(why, 300)} ({spec})", style)] if why else []
+    return [table, *notes, *_more(len(report["injected"]), "fault")]
 
 
 def _checkpoints(report: dict[str, Any]) -> list[Any]:
@@ -268,11 +270,6 @@ def _limits(report: dict[str, Any]) -> list[Any]:
     return [_grid([(Text("·"), Text(words.clean(text, 600)))]) for text in report["limits"]]
 
 
-def _next(report: dict[str, Any]) -> list[Any]:
-    command = next_command(report)
-    return [Text(command)] if "--commands" in command else []
-
-
 def _more(total: int, noun: str) -> list[Any]:
     return [Text(f"and {words.count(total - MAX_ROWS, noun)} more", "dim")] if total > MAX_ROWS else []
 
@@ -285,5 +282,4 @@ _SECTIONS = (
     ("Checkpoints", _checkpoints),
     ("Blast radius", _radius),
     ("What this run could not see", _limits),
-    ("Next", _next),
 )
