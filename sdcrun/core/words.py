@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import unicodedata
 from datetime import datetime, timezone
 from typing import Any
@@ -88,7 +89,12 @@ def device(one: Device) -> str:
 
 def lines_to_paste(job_id: str) -> str:
     """The command that prints the lines which take a node out of service."""
-    return f"sdcrun report {clean(job_id or 'JOB', 80)} --commands slurm|kubernetes|hyperpod|gcloud"
+    return f"{report_command(job_id)} --commands slurm|kubernetes|hyperpod|gcloud"
+
+
+def report_command(job_id: str) -> str:
+    """The command that prints the report of a job; harmless to paste, whatever a record calls the job."""
+    return f"sdcrun report {shlex.quote(clean(job_id or 'JOB', 80))}"
 
 
 def advice(finding: Finding, job_id: str) -> str:

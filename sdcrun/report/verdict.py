@@ -136,6 +136,17 @@ def _devices(suspects: list[dict[str, Any]]) -> str:
     return f"{', '.join(named)}{more}"
 
 
+def spread(report: dict[str, Any]) -> str | None:
+    """Which steps may hold errors of the suspects; None without suspects."""
+    first = report["blast_radius"]["first_unverified_step"]
+    if first is None:
+        return None
+    if first == 0:
+        return "Any step may hold errors of a suspect: no audit before it was first accused was clean."
+    return (f"Steps from {first} on may hold errors of a suspect: before it was first accused, its last clean audit "
+            f"was that of step {first - 1}.")  # fmt: skip
+
+
 def counts(report: dict[str, Any]) -> str:
     """ "1,000 steps, 990 committed, 10 skipped"."""
     steps = report["steps"]
@@ -146,4 +157,4 @@ def next_command(report: dict[str, Any]) -> str:
     """What to type next."""
     if any(s["verdict"] == "confirmed" and not s["injected"] for s in report["suspects"]):
         return words.lines_to_paste(report["job_id"])
-    return f"sdcrun report {words.clean(report['job_id'] or 'JOB', 80)}"
+    return words.report_command(report["job_id"])

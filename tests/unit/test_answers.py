@@ -146,3 +146,14 @@ def test_a_fault_that_is_not_caught_yet_has_not_failed_while_the_job_runs():
     assert verdict.headline(report_of(job))[0] == verdict.WATCH
     job.end(0)
     assert verdict.headline(report_of(job))[0] == verdict.BAD
+
+
+def test_how_far_errors_may_have_spread():
+    job = job_with(vote(3, 2))
+    assert verdict.spread(report_of(job)).startswith("Any step may hold errors of a suspect")
+    job = job_with(lambda job: job.audit(7), vote(9, 2), lambda job: job.audit(12), audit_every=1)
+    said = verdict.spread(report_of(job))
+    assert said.startswith("Steps from 8 on") and said.endswith("that of step 7.")
+    for view in (render_text.render(report_of(job)), " ".join(Page(page_of(job)).texts)):
+        assert said in " ".join(view.split())
+    assert verdict.spread(report_of(healthy())) is None

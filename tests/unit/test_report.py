@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import unicodedata
 
 import pytest
@@ -13,7 +14,7 @@ from sdcrun.core.types import Config
 from sdcrun.report import build, command, handoff, store
 from sdcrun.report.render import json as render_json
 from sdcrun.report.render import text as render_text
-from sdcrun.report.verdict import headline, unexplained
+from sdcrun.report.verdict import headline, next_command, unexplained
 
 SCHEMA = json.loads((store.Path(command.__file__).parent / "schema.json").read_text())
 HOSTILE = "x\x1b[31m\x1b]0;t\x07\r\n\u202e[bold red]$(reboot)'\";`id`<script>&\ud800\x9b"
@@ -216,6 +217,12 @@ def test_hand_over_lines_hold_nothing_that_a_host_name_could_smuggle_in(platform
     commands = [line for line in text.split("\n") if line and not line.startswith("#")]
     assert commands and "gpu-2" in text and "$(id)" not in text
     assert not [line for line in commands if unsafe(line)]
+
+
+def test_a_command_to_type_is_harmless_to_paste():
+    report = report_of(hostile())
+    assert shlex.split(next_command(report))[:2] == ["sdcrun", "report"] and len(shlex.split(next_command(report))) == 5
+    assert next_command(report_of(healthy())) == "sdcrun report job"
 
 
 def test_platforms_name_the_node_and_the_reason():

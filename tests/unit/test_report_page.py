@@ -69,7 +69,8 @@ def test_hostile_names_are_shown_and_never_taken_for_markup():
 def test_the_page_answers_an_operators_questions():
     text = " ".join(" ".join(Page(page_of(sick())).texts).split())
     for part in (
-        "Confirmed: rank 1 (gpu-1, GPU-0001)", "serial S1", "checkpoint Newest safe one: ck4.pt, of step 4.", "UNGUARDED", "rank 3",
+        "Confirmed: rank 1 (gpu-1, GPU-0001)", "serial S1", "UNGUARDED", "rank 3",
+        "checkpoint Newest safe one: ck4.pt, of step 4.",
         "Take the device out of service", "flipped: bit 30 of the word", "unseen by design", "tainted",
         "sdcrun report job --commands", "attempt 0, 20 steps", "inside an all-reduce", "approved by Ada",
     ):  # fmt: skip

@@ -17,7 +17,7 @@ from sdcrun.core.state import State
 from sdcrun.core.types import Device
 from sdcrun.report import picture
 from sdcrun.report.answers import answers
-from sdcrun.report.verdict import caught_by, counts, headline, how_sure, named, outcome
+from sdcrun.report.verdict import caught_by, counts, headline, how_sure, named, outcome, spread
 
 MAX_BLOCKS = 40
 MAX_ROWS = 1500
@@ -35,6 +35,7 @@ def render(report: dict[str, Any], state: State) -> str:
         headline=text,
         answers=answers(report),
         counts=counts(report),
+        spread=spread(report),
         nodes=[_drawn(node) for node in nodes],
         labels=len(nodes) <= picture.NO_LABELS_ABOVE,
         time=picture.timeline(report, state),

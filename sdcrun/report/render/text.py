@@ -19,7 +19,7 @@ from sdcrun.core import words
 from sdcrun.core.roster import MAX_PEERS
 from sdcrun.core.types import Device
 from sdcrun.report.answers import answers
-from sdcrun.report.verdict import LEVEL_STYLES, caught_by, counts, headline, how_sure, named, outcome
+from sdcrun.report.verdict import LEVEL_STYLES, caught_by, counts, headline, how_sure, named, outcome, spread
 
 PLAIN_WIDTH = 100
 MAX_BLOCKS = 20
@@ -256,14 +256,8 @@ def _checkpoints(report: dict[str, Any]) -> list[Any]:
 
 
 def _radius(report: dict[str, Any]) -> list[Any]:
-    radius, lines = report["blast_radius"], []
-    if radius["first_unverified_step"] is not None:
-        lines.append(
-            Text(f"Steps from {radius['first_unverified_step']} on are not covered by a clean audit of each suspect.")
-        )
-        if not report["checkpoints"]:
-            lines.append(Text("No checkpoint is on record."))
-    return lines
+    said = spread(report)
+    return [Text(said)] if said else []
 
 
 def _limits(report: dict[str, Any]) -> list[Any]:
