@@ -12,6 +12,7 @@ turns each such change into an event, so that the record holds every one of them
 
 from __future__ import annotations
 
+import os.path
 from typing import Any
 
 from sdcrun.core import words
@@ -53,7 +54,7 @@ def observe(state: State, event: Event) -> None:
     state.checkpoints.pop(str(data.get("was")), None)
     state.checkpoints.pop(path, None)
     state.checkpoints[path] = entry
-    if entry["dissent"] and data.get("was") is None:
+    if entry["dissent"] and data.get("was") is None and data.get("copied") is None:
         _file(state, event, path, _withheld(entry, data))
 
 
@@ -86,9 +87,14 @@ def _withheld(entry: dict[str, Any], data: dict[str, Any]) -> Finding:
 def _file(state: State, event: Event, path: str, finding: Finding) -> None:
     rank = rank_of(event.source)
     key = CaseKey(event.attempt, finding.step, "weights", Group((rank or 0,)), f"checkpoint {path}")
-    withheld = finding.rule == "checkpoint-withheld"
-    done = "The contents are in the file named; an older file of that name is as it was." if withheld else (
-        "Nothing was changed: the script goes on with what it loaded.")  # fmt: skip
+    if finding.rule != "checkpoint-withheld":
+        done = "Nothing was changed: the script goes on with what it loaded."
+    elif not os.path.isabs(path):
+        done = "The script has the bytes; a file that it opens after this and writes them to is withheld."
+    elif event.data.get("older") is False:
+        done = "The contents are in the file named; the file that the script had opened, and so emptied, is removed."
+    else:
+        done = "The contents are in the file named; an older file of that name is as it was."
     file_findings(state, key, [Entry(finding, done)])
 
 

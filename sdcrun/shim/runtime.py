@@ -133,6 +133,7 @@ class Runtime:
                 self.unguarded(reason)
                 return
             self.groups[ranks] = group
+            self.keeper.opened.install()
             group.snapshots = Snapshots(group)
         guard = Guard(ddp, group, f"module{group.modules_made}" if group.modules_made else "")
         group.add(guard)

@@ -18,7 +18,8 @@ from sdcrun.shim.checkpoints.verify import verify
 pytest.importorskip("safetensors")
 
 SAVING, WAITING = LOOPS / "saving.py", LOOPS / "waiting.py"
-DAMAGED = "copied live optimizer opened memory replaced named_temporary rotated threaded tensors together".split()
+DAMAGED = """copied live optimizer opened overwritten memory replaced named_temporary rotated threaded tensors
+             together""".split()
 OLD = "copied.pt live.pt optimizer.pt replaced.pt named_temporary.pt threaded.pt tensors.safetensors".split()
 UNSURE = {
     "half.pt": "float16", "ema.pt": "matches no vote", "swapped.pt": "swapped or loaded on purpose",
@@ -136,10 +137,12 @@ def test_what_is_damaged_is_withheld_and_the_older_file_stays(damaged):
         assert (folder / name).read_bytes() == f"old {name}".encode(), name
         assert rows[f"{name}.withheld"]["state"] == "withheld", name
         assert (folder / f"{name}.withheld").stat().st_size > 1000
-    assert (folder / "opened.pt").stat().st_size == 0 and rows["opened.pt.withheld"]["state"] == "withheld"
+    assert not (folder / "opened.pt").exists() and rows["opened.pt.withheld"]["state"] == "withheld"
+    assert (folder / "overwritten.pt").read_bytes() == (folder / "overwritten.copy").read_bytes()
+    assert rows["overwritten.pt.withheld"]["state"] == "withheld" and rows["overwritten.pt"]["state"] == "provisional"
     assert not (folder / "together").exists() and rows["together.withheld"]["state"] == "withheld"
-    assert rows["memory"]["state"] == "unverified" and rows["memory"]["dissent"]
-    assert any("into memory" in e["data"]["text"] for e in damaged.events("limit"))
+    assert rows["memory"]["dissent"] and rows["memory.pt.withheld"]["state"] == "withheld"
+    assert not (folder / "memory.pt").exists() and (folder / "memory.pt.withheld").stat().st_size > 1000
     assert not list(folder.glob("rotated?.pt"))
 
 
@@ -150,7 +153,11 @@ def test_the_wrong_word_and_bit_are_named_and_nobody_is_accused(damaged):
         (wrong,) = rows[f"{name}.withheld"]["differing"]
         assert (wrong["tensor"], wrong["index"], wrong["bits"]) == (tensor, word, [bit]), name
     assert {f["rule"] for f in damaged.findings} == {"checkpoint-withheld"} and not damaged.report["suspects"]
-    assert sdcrun("verify", "copied.pt.withheld", cwd=folder_of(damaged)).returncode == 1
+    states = json.loads(sdcrun("checkpoints", str(damaged.job), "--format", "json", cwd=folder_of(damaged)).stdout)
+    assert "memory.pt.withheld" in {os.path.basename(c["path"]) for c in states["checkpoints"]}
+    for name in ("copied.pt.withheld", "memory.pt.withheld"):
+        code, lines = verify(str(folder_of(damaged) / name))
+        assert code == 1 and "0.weight" in lines[0], lines
     assert sdcrun("report", str(damaged.job), cwd=folder_of(damaged)).returncode == 1
 
 

@@ -126,6 +126,41 @@ def test_a_moved_file_has_one_row():
     assert states(job)[0] == {"/c/x.pt": "provisional"}
 
 
+def test_a_copied_file_has_a_row_of_its_own_and_one_finding():
+    job = Job()
+    job.hello()
+    saved(job, 5, path="/c/x.pt")
+    saved(job, 5, path="/c/best.pt", copied="/c/x.pt")
+    saved(job, 6, "withheld", path="/c/y.pt.withheld", dissent=True, differing=WRONG)
+    saved(job, 6, "withheld", path="/c/z.pt.withheld", dissent=True, differing=WRONG, copied="/c/y.pt.withheld")
+    found, _, state = states(job)
+    assert found == {"/c/x.pt": "provisional", "/c/best.pt": "provisional", "/c/y.pt.withheld": "withheld",
+                     "/c/z.pt.withheld": "withheld"}  # fmt: skip
+    assert len(state.ledger.ordered()) == 1
+
+
+@pytest.mark.parametrize(("path", "more", "done"), [
+    ("/c/x.pt.withheld", {}, "an older file of that name is as it was"),
+    ("/c/x.pt.withheld", {"older": False}, "had opened, and so emptied, is removed"),
+    ("(in memory, save 1)", {}, "a file that it opens after this and writes them to is withheld"),
+])  # fmt: skip
+def test_what_was_done_about_a_bad_save_is_said_as_it_is(path, more, done):
+    job = Job()
+    job.hello()
+    saved(job, 5, "withheld", path=path, dissent=True, **more)
+    (entry,) = states(job)[2].ledger.ordered()
+    assert done in entry.done
+
+
+def test_bytes_from_memory_that_reach_a_file_are_withheld_there_and_no_second_finding():
+    job = Job()
+    job.hello()
+    saved(job, 5, "unverified", path="(in memory, save 1)", dissent=True, differing=WRONG)
+    saved(job, 5, "withheld", path="/c/x.pt.withheld", dissent=True, differing=WRONG, was="(in memory, save 1)")
+    found, _, state = states(job)
+    assert found == {"/c/x.pt.withheld": "withheld"} and len(state.ledger.ordered()) == 1
+
+
 WRONG = [{"tensor": "w", "name": "w", "text": "word 7 (element 7), bit 3 flipped", "bits": [3], "index": 7}]
 
 

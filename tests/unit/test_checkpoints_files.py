@@ -1,17 +1,20 @@
 """The file's side of a save: whole or not at all, sidecars that go where their files go, saves cut off by a kill."""
 
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sdcrun.shim.checkpoints import files
-from sdcrun.shim.checkpoints.files import Followers, read_sidecar, sidecar_of, write_sidecar, write_whole
+from sdcrun.shim.checkpoints.files import read_sidecar, sidecar_of, write_sidecar, write_whole
+from sdcrun.shim.checkpoints.followers import Followers
 
 
 def put(content):
@@ -28,9 +31,9 @@ def described(path):
 
 @pytest.fixture
 def followers():
-    moved = []
-    one = Followers(lambda source, goal: moved.append((source, goal)))
-    one.moves = moved
+    moved, said = [], []
+    one = Followers(lambda source, goal, kept: moved.append((source, goal)), said.append)
+    one.moves, one.said = moved, said
     yield one
     one.undo()
 
@@ -77,7 +80,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_raises_its_own_error(tmp_pa
 @pytest.mark.parametrize(("free", "in_place"), [(50_000, True), (10_000, False), (10_000_000, False)])
 def test_a_disk_with_room_for_one_copy_is_used_as_an_ordinary_save_would(tmp_path, monkeypatch, free, in_place):
     (tmp_path / "model.pt").write_bytes(b"o" * 150_000)
-    monkeypatch.setattr(files, "_free", lambda folder: free)
+    monkeypatch.setattr(files, "free", lambda folder: free)
 
     def writer(path):
         if path != str(tmp_path / "model.pt"):
@@ -206,6 +209,68 @@ def test_what_a_script_does_with_a_file_that_was_withheld_does_not_end_it(tmp_pa
     os.remove(path)
     with pytest.raises(FileNotFoundError):
         os.remove(path)
+
+
+def test_what_a_script_asks_about_a_file_that_was_withheld_does_not_end_it(tmp_path, followers):
+    path = str(tmp_path / "x.tmp")
+    write_whole(path, "0", put(b"bad"), described, files.WITHHELD)
+    followers.saved(path, True)
+    os.chmod(path, 0o644)
+    assert os.path.getsize(path) == 3
+    os.replace(path, tmp_path / "x.pt")
+    with pytest.raises(FileNotFoundError):
+        os.chmod(path, 0o644)
+
+
+def saved(folder, followers, name, withheld=False):
+    path = str(folder / name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_whole(path, "0", put(name.encode()), described, files.WITHHELD if withheld else "")
+    followers.saved(path, withheld)
+
+
+def test_a_rotation_does_not_take_the_last_good_checkpoint(tmp_path, followers):
+    saved(tmp_path, followers, "1.pt")
+    saved(tmp_path, followers, "2.pt")
+    os.remove(tmp_path / "1.pt")
+    saved(tmp_path, followers, "3.pt", withheld=True)
+    (tmp_path / "2.pt").unlink()
+    saved(tmp_path, followers, "4.pt", withheld=True)
+    os.remove(tmp_path / "3.pt")
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["2.pt"] and "2.pt is not removed yet" in followers.said[0]
+    saved(tmp_path, followers, "5.pt")
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["5.pt"] and not (tmp_path / "2.pt.sdc.json").exists()
+
+
+def test_a_rotation_of_folders_does_not_take_it_either(tmp_path, followers):
+    saved(tmp_path, followers, "step-1.tmp/x.pt")
+    os.rename(tmp_path / "step-1.tmp", tmp_path / "step-1")
+    saved(tmp_path, followers, "step-2/x.pt", withheld=True)
+    shutil.rmtree(tmp_path / "step-1")
+    assert (tmp_path / "step-1" / "x.pt").exists()
+    saved(tmp_path, followers, "step-3/x.pt")
+    assert not (tmp_path / "step-1").exists() and (tmp_path / "step-3" / "x.pt").exists()
+    shutil.rmtree(tmp_path / "step-3")
+    assert not (tmp_path / "step-3").exists()
+
+
+def test_a_file_put_off_that_is_saved_anew_stays(tmp_path, followers):
+    saved(tmp_path, followers, "x.pt")
+    saved(tmp_path, followers, "y.pt", withheld=True)
+    os.remove(tmp_path / "x.pt")
+    saved(tmp_path, followers, "x.pt")
+    assert (tmp_path / "x.pt").exists()
+
+
+def test_functions_that_pathlib_keeps_are_wrapped_as_well(tmp_path, monkeypatch, followers):
+    """As in Python 3.10."""
+    accessor = SimpleNamespace(replace=os.replace, unlink=os.unlink, chmod=os.chmod)
+    monkeypatch.setattr(pathlib, "_normal_accessor", accessor, raising=False)
+    saved(tmp_path, followers, "x.tmp", withheld=True)
+    accessor.replace(tmp_path / "x.tmp", tmp_path / "x.pt")
+    accessor.unlink(tmp_path / "x.pt")
+    followers.undo()
+    assert accessor.replace.__module__ == "posix"
 
 
 def test_other_files_are_none_of_its_business(tmp_path, followers):

@@ -1,7 +1,8 @@
-"""One save from beginning to end in one rank: verdict, file, sidecar, event; and one load: is it what was saved?"""
+"""One save from beginning to end in one rank: verdict, file, sidecar, event."""
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable
@@ -11,16 +12,15 @@ from sdcrun import __version__
 from sdcrun.core import saves
 from sdcrun.shim import boot
 from sdcrun.shim.checkpoints import files, reader
-from sdcrun.shim.checkpoints.contents import leaves
-from sdcrun.shim.checkpoints.locate import locate_in_tensor
+from sdcrun.shim.checkpoints.followers import Followers
+from sdcrun.shim.checkpoints.loads import hexadecimal, sidecar_table
+from sdcrun.shim.checkpoints.opened import Held, Opened
 from sdcrun.shim.checkpoints.question import QUERY, Questions
-from sdcrun.shim.checkpoints.tables import Saved
 from sdcrun.shim.checkpoints.verdict import PROVISIONAL, UNVERIFIED, WITHHELD, Judge, Verdict
 
 SIDECAR_SCHEMA = 1
 POLL_SECONDS = 0.02
 KEPT_STEPS = 8
-MASK = (1 << 64) - 1
 
 
 class CheckpointWithheld(RuntimeError):
@@ -34,7 +34,8 @@ class Keeper:
         self.runtime = runtime
         self.questions = Questions(runtime)
         self.judge = Judge(runtime, self.questions)
-        self.followers = files.Followers(self._moved)
+        self.followers = Followers(self._moved, runtime.limit)
+        self.opened = Opened(self.followers, self._mark)
         self._together = 0
         self._places: dict[str, dict[str, Any]] = {}
 
@@ -61,11 +62,30 @@ class Keeper:
                 path, self._mark(), lambda place: writer(contents, place), describe, size=size
             )
             self._no_sidecar(path, problem)
-        else:
-            result = writer(contents, target)
-            self._say_limit(path)
-            self._sidecar_beside(path, verdict, format, verdict.state, verdict.reason)
+            self._note(path, verdict, verdict.state, verdict.reason)
+            return result
+        if isinstance(target, Held):
+            return self._save_held(contents, target, writer, verdict, format)
+        result = writer(contents, target)
+        self._say_limit(path)
+        self._sidecar_beside(path, verdict, format, verdict.state, verdict.reason)
         self._note(path, verdict, verdict.state, verdict.reason)
+        return result
+
+    def _save_held(self, contents: Any, target: Held, writer, verdict: Verdict, format: str) -> Any:
+        """Into a file that the script has opened over an older checkpoint: settled when it is closed."""
+        target.saves += 1
+        try:
+            result = writer(contents, target)
+        except BaseException:
+            target.failed = True
+            raise
+
+        def settled(problem: str | None) -> None:
+            self._no_sidecar(target.place, problem)
+            self._note(target.place, verdict, verdict.state, verdict.reason)
+
+        target.describe, target.settled = self._describer(verdict, format, verdict.state, verdict.reason), settled
         return result
 
     def _verdict(self, contents: Any) -> tuple[Any, Verdict | None]:
@@ -83,14 +103,7 @@ class Keeper:
 
     def _withhold(self, contents, target, path, is_path, writer, verdict: Verdict, format: str) -> Any:
         if path is None:
-            self._say_limit(None)
-            reason = f"DISSENT, but written into memory, where nothing can be withheld: {verdict.reason}"
-            if self.runtime.config.on_bad_checkpoint == "raise":
-                self._note(None, verdict, WITHHELD, verdict.reason, dissent=True)
-                raise CheckpointWithheld(reason)
-            result = writer(contents, target)
-            self._note(None, verdict, UNVERIFIED, reason, dissent=True)
-            return result
+            return self._withhold_memory(contents, target, writer, verdict, format)
         describe = self._describer(verdict, format, WITHHELD, verdict.reason)
         try:
             _, problem = files.write_whole(
@@ -100,13 +113,39 @@ class Keeper:
         except Exception as error:
             # It would not have been the file that the script wants; that there is no room for it is no reason to end.
             self.runtime.limit(f"what was withheld from {path} could not be kept: {error}"[:300])
-        if not is_path:
+        if isinstance(target, Held):
+            target.withheld = True
+        elif not is_path:
             self._say_limit(path)
-        self._note(path + files.WITHHELD, verdict, WITHHELD, verdict.reason, dissent=True)
+            _remove_emptied(target, path)
+        older = is_path or isinstance(target, Held)
+        self._note(path + files.WITHHELD, verdict, WITHHELD, verdict.reason, dissent=True, older=older)
         self.followers.saved(path, True)
         if self.runtime.config.on_bad_checkpoint == "raise":
             raise CheckpointWithheld(f"{path} was not written (contents in {path}{files.WITHHELD}): {verdict.reason}")
         return None
+
+    def _withhold_memory(self, contents, target, writer, verdict: Verdict, format: str) -> Any:
+        """Into memory: the script gets its bytes, and no file that it opens from now on and writes them to."""
+        self._say_limit(None)
+        place = f"(in memory, save {verdict.id})"
+        if self.runtime.config.on_bad_checkpoint == "raise":
+            self._note(None, verdict, WITHHELD, verdict.reason, dissent=True)
+            raise CheckpointWithheld(f"not saved into memory: {verdict.reason}")
+
+        def found(path: str, contents: str) -> None:
+            sidecar = {**self._sidecar(verdict, format, WITHHELD, verdict.reason), "frame": _frame(contents)}
+            self._no_sidecar(path, files.write_sidecar(contents, sidecar))
+            self._note(contents, verdict, WITHHELD, verdict.reason, dissent=True, was=place)
+
+        start = target.tell() if isinstance(target, io.BytesIO) else None
+        result = writer(contents, target)
+        if start is not None:
+            with target.getbuffer() as whole:
+                self.opened.saved_in_memory(whole[start:], found)
+        reason = f"DISSENT, in memory: {verdict.reason}"
+        self._note(None, verdict, UNVERIFIED, reason, dissent=True)
+        return result
 
     def save_together(self, contents: Any, path: str, writer: Callable[[Any, str, Callable[[], None]], Any],
                       coordinator: bool, members: int) -> Any:  # fmt: skip
@@ -161,7 +200,12 @@ class Keeper:
 
     def _describer(self, verdict: Verdict, format: str, state: str, reason: str) -> files.Describe:
         """What makes the sidecar of a complete file."""
-        return lambda written: {**self._sidecar(verdict, format, state, reason), "frame": _frame(written)}
+
+        def describe(written: str) -> dict[str, Any]:
+            sidecar = self._sidecar(verdict, format, state, reason)
+            return {**sidecar, "frame": _frame(written), "written": files.written(written)}
+
+        return describe
 
     def _sidecar_beside(self, path: str | None, verdict: Verdict, format: str, state: str, reason: str) -> None:
         """The sidecar of what is not, or not surely, complete and closed."""
@@ -178,7 +222,7 @@ class Keeper:
                 stored = reading.tensors.get(name.replace("/", "."))
                 if "voted" not in entry and stored is not None:
                     entry["fingerprint"] = hexadecimal(stored.fingerprint())
-            sidecar["frame"] = reading.frame()
+            sidecar.update(frame=reading.frame(), written=files.written(place))
         except (OSError, ValueError, NotImplementedError, MemoryError) as error:
             self.runtime.limit(f"{place} could not be read back: {error}"[:300])
         return sidecar
@@ -187,8 +231,10 @@ class Keeper:
         if problem is not None:
             self.runtime.limit(f"the sidecar of {os.path.abspath(path)} could not be written: {problem}"[:300])
 
-    def _note(self, path: str | None, verdict: Verdict, state: str, reason: str, dissent: bool = False) -> None:
-        """The event of a save that is written. Never raises."""
+    def _note(self, path: str | None, verdict: Verdict, state: str, reason: str, dissent: bool = False,
+              older: bool = True, was: str | None = None) -> None:  # fmt: skip
+        """The event of a save that is written. `older`: an older file of that name is as it was; `was`: what the save
+        has been called before. Never raises."""
         try:
             group = verdict.group
             self._remember(group, verdict.step)
@@ -196,12 +242,13 @@ class Keeper:
             said = {
                 "path": place, "step": verdict.step, "state": state, "reason": reason, "id": verdict.id,
                 "rank": self.runtime.rank, "dissent": dissent, "differing": verdict.differing[:16],
+                **({} if older else {"older": False}),
             }  # fmt: skip
             if path is not None:
                 if state != WITHHELD:
                     self.followers.saved(place, False)
                 self._places[place] = said
-            self.runtime.emit("checkpoint", said)
+            self.runtime.emit("checkpoint", said if was is None else {**said, "was": was})
         except Exception as error:
             boot.trace(f"a checkpoint was not noted: {error!r}")
 
@@ -232,21 +279,21 @@ class Keeper:
     def _say_limit(self, path: str | None) -> None:
         if path is None:
             self.runtime.limit(
-                "a checkpoint is saved into memory: its tensors are checked, but nothing can be withheld and there is "
-                "no sidecar, since where it goes is not known"
+                "a checkpoint is saved into memory: its tensors are checked, but it has no sidecar, and of a bad one "
+                "only a file that the script opens after the save can be withheld, not what is sent elsewhere"
             )
         else:
             self.runtime.limit(
-                "a checkpoint is saved into a file that the script had opened (and so emptied) itself: a kill leaves "
-                "half of it, and where it is withheld the file stays empty"
+                "a checkpoint is saved into a file that the script has opened itself: a kill leaves half of it where "
+                "there is no older one"
             )
 
-    def _moved(self, source: str, goal: str) -> None:
-        """A checkpoint has another path now."""
+    def _moved(self, source: str, goal: str, kept: bool) -> None:
+        """A checkpoint has another path now, or one more."""
         said = self._places.get(source)
         if said is not None:
             self._places[goal] = {**said, "path": goal}
-            self.runtime.emit("checkpoint", {**said, "path": goal, "was": source})
+            self.runtime.emit("checkpoint", {**said, "path": goal, "copied" if kept else "was": source})
 
     def _mark(self) -> str:
         return f"{self.runtime.rank}-{self.runtime.config.job_id}"[:60]
@@ -261,56 +308,6 @@ class Keeper:
             changes = {key: change[key] for key in ("state", "reason", "last_clean_audit") if key in change}
             files.update_sidecar(str(change.get("path")), str(change.get("id")), changes)
 
-    # -- loading ----------------------------------------------------------------------------------------------------
-
-    def loaded(self, contents: Any, path: str) -> None:
-        """Compares what was loaded from `path` with its sidecar; a difference is said at once."""
-        sidecar = files.read_sidecar(path)
-        table = sidecar.get("table") if sidecar is not None else None
-        if not isinstance(table, dict):
-            return
-        found = [leaf for leaf in leaves(contents) if leaf.name in table]
-        saved, differing = Saved(found), []
-        for name, row in saved.rows.items():
-            entry = table[name]
-            dtype, shape, _, _ = saved.metas[name]
-            if dtype.removeprefix("torch.") != entry.get("dtype") or list(shape) != entry.get("shape"):
-                continue
-            expected = entry.get("fingerprint")
-            if expected == hexadecimal(row):
-                continue
-            word = locate_in_tensor(saved.leaves[name].tensor, (int(expected[:16], 16), int(expected[16:], 16)))
-            itemsize = saved.leaves[name].tensor.element_size()
-            differing.append({
-                "tensor": name, "text": word.text(itemsize) if word else None, "bits": word.bits if word else [],
-                "index": word.index * 4 // itemsize if word else None,
-            })  # fmt: skip
-        if differing:
-            step = max((group.step for group in self.runtime.groups.values()), default=0)
-            self.runtime.emit(
-                "loaded", {"path": os.path.abspath(path), "step": step, "id": sidecar.get("id"),
-                           "differing": differing[:16], "count": len(differing)},
-            )  # fmt: skip
-
-
-def hexadecimal(row: tuple[int, int]) -> str:
-    """A fingerprint as 32 hexadecimal digits."""
-    return f"{row[0] & MASK:016x}{row[1] & MASK:016x}"
-
-
-def sidecar_table(saved: Saved, voted: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Name in the file -> {dtype, shape, bytes, fingerprint, voted?} of every tensor of a save; `voted` maps names to
-    those in the ranks' tables."""
-    table = {}
-    for name, row in saved.rows.items():
-        dtype, shape, _, nbytes = saved.metas[name]
-        table[name] = {
-            "dtype": dtype.removeprefix("torch."), "shape": list(shape) if isinstance(shape, tuple) else [],
-            "bytes": nbytes, "fingerprint": hexadecimal(row),
-            **({"voted": voted[name]} if name in voted else {}),
-        }  # fmt: skip
-    return table
-
 
 def _frame(path: str) -> str | None:
     """Digest of what in the file is no tensor, None where it cannot be told."""
@@ -320,11 +317,28 @@ def _frame(path: str) -> str | None:
         return None
 
 
+def _remove_emptied(target: Any, path: str) -> None:
+    """Removes the file that the script's own `open` has made or emptied: none is better than one without contents.
+
+    Files of another kind than `open` gives stay, for a temporary one is removed by the one who has made it.
+    """
+    try:
+        if type(target) in (io.BufferedWriter, io.FileIO, io.BufferedRandom) and target.tell() == 0:
+            status = os.fstat(target.fileno())
+            if status.st_size == 0 and os.path.samestat(status, os.stat(path)):
+                files.unlink(path)
+        files.quietly(files.unlink, files.sidecar_of(path))
+    except (OSError, ValueError) as error:
+        boot.trace(f"{path} stays empty: {error!r}")
+
+
 def _path_of(target: Any) -> tuple[str | None, bool]:
     """(path, whether the target is the path itself). An open file has a path, a buffer has none."""
     if isinstance(target, (str, os.PathLike)):
         path = os.fspath(target)
         return (path, True) if isinstance(path, str) else (os.fsdecode(path), True)
+    if isinstance(target, Held):
+        return target.place, False
     name = getattr(target, "name", None)
     if isinstance(name, (str, os.PathLike)) and os.path.isfile(name):
         return os.path.abspath(os.fspath(name)), False

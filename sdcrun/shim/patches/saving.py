@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sdcrun.shim import boot
+from sdcrun.shim.checkpoints import loads
 from sdcrun.shim.patches.afterimport import AfterImport
 
 _originals: list[tuple[object, str, object]] = []
@@ -61,7 +62,7 @@ def install(runtime) -> None:
         """After a load: nothing of this may reach the script."""
         try:
             if runtime.active and isinstance(path, (str, os.PathLike)):
-                keeper.loaded(contents, os.fspath(path))
+                loads.loaded(runtime, contents, os.fspath(path))
         except Exception as error:
             boot.trace(f"a load was not checked: {error!r}")
 

@@ -93,6 +93,18 @@ def opened(run):
             torch.save(flipped(run.ddp.state_dict(), "opened"), file)
 
 
+def overwritten(run):
+    if RANK == 0:
+        for name in (None, "overwritten"):
+            contents = flipped(run.ddp.state_dict(), name)
+            with open("overwritten.pt", "wb") as file:
+                torch.save(contents, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if name is None:
+                shutil.copyfile("overwritten.pt", "overwritten.copy")
+
+
 def memory(run):
     if RANK == 0:
         buffer = io.BytesIO()
@@ -206,8 +218,8 @@ def later(run):
     run.future = dcp.async_save({"model": run.ddp.module.state_dict()}, checkpoint_id="later")
 
 
-ALL = [path, copied, live, optimizer, opened, memory, replaced, named_temporary, rotated, everyone, each, threaded,
-       whole, listed, transposed, part, half, ema, swapped, others, tensors, together]  # fmt: skip
+ALL = [path, copied, live, optimizer, opened, overwritten, memory, replaced, named_temporary, rotated, everyone, each,
+       threaded, whole, listed, transposed, part, half, ema, swapped, others, tensors, together]  # fmt: skip
 
 
 def main():
