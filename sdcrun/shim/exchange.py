@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 
 MAX_BYTES = 1 << 34
+INLINE = 4096
 
 
 class ExchangeFailed(RuntimeError):
@@ -30,36 +31,41 @@ class Exchange:
     ) -> dict[int, bytes]:
         """Sends `sends[peer]` to each peer and returns what each of `receives` sent under the same `tag`.
 
-        All sizes travel first, then all payloads, so that no order of peers can deadlock. Raises ExchangeFailed.
+        All heads travel first, with the size and the first bytes in them, then what is left of longer payloads: no
+        order of peers can deadlock, and a short message is one. Raises ExchangeFailed.
         """
         limit = timedelta(seconds=timeout or self.timeout)
         receives = list(receives)
         try:
-            work, sizes = [], {}
+            work, heads, rests = [], {}, {}
             for peer, payload in sends.items():
-                work.append(self.pg.send([torch.tensor([len(payload)])], peer, 2 * tag))
+                head = len(payload).to_bytes(8, "little") + payload[:INLINE]
+                head = torch.frombuffer(bytearray(head.ljust(8 + INLINE, b"\0")), dtype=torch.uint8)
+                work.append(self.pg.send([head], peer, 2 * tag))
             for peer in receives:
-                sizes[peer] = torch.zeros(1, dtype=torch.int64)
-                work.append(self.pg.recv([sizes[peer]], peer, 2 * tag))
+                heads[peer] = torch.empty(8 + INLINE, dtype=torch.uint8)
+                work.append(self.pg.recv([heads[peer]], peer, 2 * tag))
             self._wait(work, limit)
-            work, buffers, keep = [], {}, []
+            work, got = [], {}
             for peer, payload in sends.items():
-                if payload:
-                    keep.append(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-                    work.append(self.pg.send([keep[-1]], peer, 2 * tag + 1))
+                if len(payload) > INLINE:
+                    rest = torch.frombuffer(bytearray(memoryview(payload)[INLINE:]), dtype=torch.uint8)
+                    work.append(self.pg.send([rest], peer, 2 * tag + 1))
             for peer in receives:
-                count = int(sizes[peer])
-                if not 0 <= count <= MAX_BYTES:
+                head = _bytes_of(heads[peer])
+                count = int.from_bytes(head[:8], "little")
+                if count > MAX_BYTES:
                     raise ExchangeFailed(f"rank {peer} of the group announced {count} bytes")
-                buffers[peer] = torch.empty(count, dtype=torch.uint8)
-                if count:
-                    work.append(self.pg.recv([buffers[peer]], peer, 2 * tag + 1))
+                got[peer] = head[8 : 8 + count]
+                if count > INLINE:
+                    rests[peer] = torch.empty(count - INLINE, dtype=torch.uint8)
+                    work.append(self.pg.recv([rests[peer]], peer, 2 * tag + 1))
             self._wait(work, limit)
         except ExchangeFailed:
             raise
         except Exception as error:
             raise ExchangeFailed(str(error).splitlines()[0][:200]) from error
-        return {peer: ctypes.string_at(buffer.data_ptr(), buffer.numel()) for peer, buffer in buffers.items()}
+        return {peer: part + _bytes_of(rests[peer]) if peer in rests else part for peer, part in got.items()}
 
     def gather(self, payload: bytes, tag: int, timeout: float | None = None) -> list[bytes]:
         """Every rank's `payload`, by group rank, on every rank: to the first rank and back as one message."""
@@ -86,3 +92,6 @@ class Exchange:
         for item in work:
             item.wait(limit)
 
+
+def _bytes_of(buffer: torch.Tensor) -> bytes:
+    return ctypes.string_at(buffer.data_ptr(), buffer.numel())

@@ -218,6 +218,13 @@ class Random:
         kept = [self.cuda[self.current]] if self.cuda else []
         return dataclasses.replace(self, cuda=kept, current=0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # As bytes: pickling a tensor costs ten times as much.
+        return {**vars(self), "cpu": to_bytes(self.cpu)}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values, cpu=torch.frombuffer(bytearray(values["cpu"]), dtype=torch.uint8))
+
     def restore(self, foreign: bool = False) -> None:
         """Puts the states back; `foreign`: they come from a `shipped` copy of another rank."""
         torch.set_rng_state(self.cpu)

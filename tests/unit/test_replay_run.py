@@ -11,7 +11,6 @@ from torch import nn
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names, digest
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import state
-from sdcrun.shim.replay.collect import GradientTable
 from sdcrun.shim.replay.muted import muted
 from sdcrun.shim.replay.program import FALLBACK, FULL
 from sdcrun.shim.replay.run import NotReplayable, replay
@@ -357,28 +356,6 @@ def test_comparison_names_differences_in_forward_order(net):
     narrowed = compare(0, 1, "ring", parcel, result, {":b.bias", ":a.weight", "loss"}, str)
     assert narrowed.agrees and narrowed.loss_agrees is None
     assert compare(0, 1, "ring", parcel, "no memory", (), str).declined == "no memory"
-
-
-def test_table_sees_gradients_before_the_scripts_hooks():
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.register_hook(lambda gradient: gradient * 10)
-    table = GradientTable(keep=["p"])
-    table.watch("p", parameter)
-    (parameter * 2).sum().backward()
-    table.take()
-    assert torch.equal(table.kept["p"], torch.full((3,), 2.0))
-    assert torch.equal(parameter.grad, torch.full((3,), 20.0))
-    assert len(parameter._backward_hooks) == 1
-
-
-def test_table_counts_repeated_gradients_and_sees_nan():
-    parameter = nn.Parameter(torch.ones(2))
-    table = GradientTable()
-    table.watch("p", parameter)
-    (parameter * 2).sum().backward()
-    (parameter * float("nan")).sum().backward()
-    assert set(table.take()) == {"p", "p#1"}
-    assert not table.finite()
 
 
 def test_torchscript_still_knows_the_patched_function():

@@ -6,15 +6,22 @@ the user's own hooks on that parameter, so that both sides of a comparison see w
 
 from __future__ import annotations
 
+import cmath
+import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from sdcrun.shim.fingerprint import Collector, digest, fingerprints, metadata
+from sdcrun.shim.fingerprint.quiet import quiet
 from sdcrun.shim.replay.state import puts_fault
+from sdcrun.shim.replay.tape import storage_of, version_of
 
 Pair = tuple[int, int]
+
+SMALL_BYTES = 64 << 10
+HELD_BYTES = 1 << 20
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -24,15 +31,25 @@ class GradientTable:
     has names with "#1", "#2" behind the first.
 
     `details`: name -> (dtype, shape), in the order in which gradients appeared. `keep`: names whose gradients are kept
-    whole in `kept`.
+    whole in `kept`. `altered`: names whose gradients somebody changed in place before they were read. `others`: what
+    `values` read, once `take` was called.
+
+    Small gradients on the CPU are held, at most 1 MiB of them, and read together: in the middle of a backward each
+    would cost several times as much. While one is held autograd copies it into `.grad` instead of handing it over, so
+    that what happens to `.grad` does not reach it.
     """
 
     def __init__(self, keep: Iterable[str] = ()) -> None:
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.kept: dict[str, torch.Tensor] = {}
+        self.altered: list[str] = []
+        self.others: dict[str, Pair] = {}
         self._keep = frozenset(keep)
         self._sums: list[torch.Tensor] = []
         self._collector = Collector()
+        self._rows: list[str] = []
+        self._held: list[tuple[str, torch.Tensor, int]] = []
+        self._held_bytes = 0
         self._seen: dict[str, int] = {}
         self._handles: list = []
         self._lock = threading.Lock()
@@ -40,9 +57,11 @@ class GradientTable:
     def watch(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Hooks a parameter, in front of whatever hooks it has but those that put a fault in."""
         bare = parameter._backward_hooks is None
-        handle = parameter.register_hook(lambda gradient: self._see(name, gradient))
+        # A hook behind ours might change the gradient in place: such a gradient is read at once.
+        alone = not parameter._backward_hooks
+        handle = parameter.register_hook(lambda gradient: self._see(name, gradient, alone))
         hooks = parameter._backward_hooks
-        if len(hooks) > 1:
+        if not alone:
             # C++ walks the dict's own order and does not notice move_to_end().
             mine = hooks.pop(handle.id)
             others = list(hooks.items())
@@ -52,29 +71,57 @@ class GradientTable:
             hooks.update(item for item in others if not puts_fault(item[1]))
         self._handles.append((handle, parameter if bare else None))
 
-    def _see(self, name: str, gradient: torch.Tensor) -> None:
-        gradient = dense(gradient)
+    def _see(self, name: str, gradient: torch.Tensor, alone: bool) -> None:
         # Gradients of several devices come from several threads.
         with self._lock:
             count = self._seen.get(name, 0)
             self._seen[name] = count + 1
             if count:
                 name = f"{name}#{count}"
-            self.details[name] = (str(gradient.dtype).removeprefix("torch."), tuple(gradient.shape))
+            if alone and name not in self._keep and _is_small(gradient):
+                self.details[name] = _detail(gradient)
+                self._held.append((name, gradient, gradient._version))
+                self._held_bytes += gradient.nbytes
+                if self._held_bytes > HELD_BYTES:
+                    self._read_held()
+                return
+            gradient = dense(gradient)
+            self.details[name] = _detail(gradient)
+            self._rows.append(name)
             self._collector.add(gradient)
-            # A sum is a tenth of what isfinite().all() costs, and NaN and infinities go through it.
-            self._sums.append(gradient.sum(dtype=_WIDE.get(gradient.dtype)))
+            self._sums.append(_sum(gradient))
         if name in self._keep:
             self.kept[name] = gradient.clone()
 
+    def values(self, prefix: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Reads plain values (losses, outputs) as "prefix", "prefix1", ... of `others`."""
+        with self._lock:
+            for name, tensor in zip(_numbered(prefix), tensors):
+                self._rows.append(name)
+                self._collector.add(dense(tensor))
+
+    def _read_held(self) -> None:
+        held, self._held, self._held_bytes = self._held, [], 0
+        gradients = [gradient.detach() for _, gradient, _ in held]
+        self._rows += [name for name, _, _ in held]
+        self._collector.extend(gradients)
+        self._sums += map(_sum, gradients)
+        self.altered += [name for name, gradient, version in held if gradient._version != version]
+
     def take(self) -> dict[str, Pair]:
-        """Removes the hooks; name -> (S0, S1) fingerprint of each gradient."""
+        """Removes the hooks; name -> (S0, S1) fingerprint of each gradient, in the order in which they appeared."""
         self.drop()
-        return dict(zip(self.details, _pairs(self._collector.table())))
+        with self._lock:
+            self._read_held()
+            pairs = dict(zip(self._rows, _pairs(self._collector.table())))
+        self.others = {name: pair for name, pair in pairs.items() if name not in self.details}
+        return {name: pairs[name] for name in self.details}
 
     def finite(self) -> bool:
-        """Whether all gradients were finite; waits for the device."""
-        return all(bool(torch.isfinite(value)) for value in self._sums)
+        """Whether all gradients that `take` gave were finite; waits for the device."""
+        if all(value.device.type == "cpu" for value in self._sums):
+            return all(cmath.isfinite(value.item()) for value in self._sums)
+        return bool(torch.isfinite(torch.stack([value.to(torch.complex64) for value in self._sums])).all())
 
     def drop(self) -> None:
         """Removes the hooks, leaving the parameters as they were."""
@@ -83,6 +130,20 @@ class GradientTable:
             if bare is not None and not bare._backward_hooks:
                 bare._backward_hooks = None
         self._handles.clear()
+
+
+def _is_small(gradient: torch.Tensor) -> bool:
+    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.device.type == "cpu"
+    return plain and gradient.nbytes <= SMALL_BYTES
+
+
+def _detail(gradient: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(gradient.dtype).removeprefix("torch."), tuple(gradient.shape)
+
+
+def _sum(gradient: torch.Tensor) -> torch.Tensor:
+    """A tenth of what isfinite().all() costs, and NaN and infinities go through it."""
+    return gradient.sum(dtype=_WIDE.get(gradient.dtype))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +167,34 @@ def weights_digests(guards: list) -> dict[str, list[int]]:
     return digests
 
 
+def weights_mark(guards: list) -> tuple[tuple, torch.Tensor | None]:
+    """What differs once the script has written to a parameter, for a fifth of what digests cost: addresses, versions,
+    and norms too (float64 [n]), since a write through `.data` leaves no version."""
+    tensors = [parameter.detach() for guard in guards for parameter in guard.parameters.values()]
+    places = tuple((storage_of(tensor), version_of(tensor)) for tensor in tensors)
+    measured = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    with quiet():
+        if not measured:
+            return places, None
+        where = measured[0].device
+        return places, torch.stack([norm.to(where, torch.float64) for norm in torch._foreach_norm(measured)])
+
+
+def same_mark(one: tuple, other: tuple) -> bool:
+    """Whether two marks are of unwritten weights; waits for the device."""
+    if one[0] != other[0] or one[1] is None or other[1] is None:
+        return one[0] == other[0]
+    with quiet():
+        return bool(torch.isclose(one[1], other[1], rtol=0.0, atol=0.0, equal_nan=True).all())
+
+
 def values_table(prefix: str, tensors: list[torch.Tensor]) -> dict[str, Pair]:
-    """Fingerprints of plain values (losses, outputs) under "prefix", "prefix1", ..."""
+    """Fingerprints of plain values under "prefix", "prefix1", ..."""
     pairs = _pairs(fingerprints([dense(tensor) for tensor in tensors])) if tensors else []
-    return {prefix if i == 0 else f"{prefix}{i}": pair for i, pair in enumerate(pairs)}
+    return dict(zip(_numbered(prefix), pairs))
+
+
+def _numbered(prefix: str) -> Iterator[str]:
+    yield prefix
+    for number in itertools.count(1):
+        yield f"{prefix}{number}"

@@ -14,7 +14,7 @@ import torch
 
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
 from sdcrun.shim.replay import modulestate
-from sdcrun.shim.replay.collect import GradientTable, values_table, weights_digests
+from sdcrun.shim.replay.collect import GradientTable, same_mark, weights_digests, weights_mark
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
@@ -36,7 +36,7 @@ class Token:
 
 class Case:
     """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
-    roots as numbers; `finite`: those and all gradients were; `weights`: digests of the weights right after it;
+    roots as numbers; `finite`: those and all gradients were; `mark`: of the weights right after it;
     `uncovered`: modules that got gradients though their forward was not recorded."""
 
     def __init__(self, program: Program, losses: list[float]) -> None:
@@ -45,7 +45,7 @@ class Case:
         self.finite = True
         self.expected: dict[str, tuple[int, int]] = {}
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.weights: dict[str, list[int]] = {}
+        self.mark: tuple | None = None
         self.uncovered: list[str] = []
 
 
@@ -320,18 +320,19 @@ class Recorder:
         return Program(entries, {}, names, covered, kind, why, position=self.backwards, own_functions=own)
 
     def _recorded(self, prepared: Program | str, roots: list, table: GradientTable) -> None:
+        if not isinstance(prepared, str):
+            table.values(*(("loss", roots) if prepared.kind == FULL else ("output", self._compared)))
         gradients = table.take()
         if not gradients and not isinstance(prepared, str):
             return
         self.backwards += 1
+        if table.altered:
+            prepared = f"the gradient of {table.altered[0]} was changed in place during the backward"
         if isinstance(prepared, str):
             self.case, self.declined = None, prepared
         else:
             case = Case(prepared, [float(root.detach().sum()) for root in roots])
-            if prepared.kind == FULL:
-                case.expected.update(values_table("loss", roots))
-            else:
-                case.expected.update(values_table("output", self._compared))
+            case.expected.update(table.others)
             covered = {self.guards[place].name for place in prepared.guards}
             case.uncovered = sorted({name.partition(":")[0] for name in gradients} - covered)
             for name, pair in gradients.items():
@@ -340,7 +341,7 @@ class Recorder:
                     case.details[name] = table.details[name]
             case.finite = table.finite() and all(math.isfinite(loss) for loss in case.losses)
             # Each time: a window may end before the backward that was picked.
-            case.weights = weights_digests(self.guards)
+            case.mark = weights_mark(self.guards)
             self.case, self.declined = case, None
         if self.backwards > self.pick and not self.onwards:
             self.finish()
@@ -356,9 +357,9 @@ class Recorder:
         program = self.case.program
         if program.externals:
             return None
-        self.weights = weights_digests(self.guards)
-        if self.weights != self.case.weights:
+        if not same_mark(self.case.mark, weights_mark(self.guards)):
             return "the weights were changed between the recorded backward and the update"
+        self.weights = weights_digests(self.guards)
         program.window = max(self.backwards, 1)
         used = {ref for entry in program.entries for ref in entry.uses if ref[0] == "x"}
         backward = program.entries[-1]

@@ -105,7 +105,9 @@ class _Run:
                 self._swap(stack, place)
             for entry in self.program.entries:
                 self._do(entry)
-            self.result.table.update(self.table.take())
+            self.result.table = self.table.take() | self.table.others
+            if self.table.altered:
+                raise NotReplayable(f"the gradient of {self.table.altered[0]} was changed in place during the backward")
             self.result.finite &= self.table.finite()
             self.result.details, self.result.kept = self.table.details, self.table.kept
             self.values.clear()
@@ -233,11 +235,11 @@ class _Run:
             # An output may be computed from another one (loss and logits): what was recorded is the total already.
             for node, totals in by_node.items():
                 node.register_prehook(_overriding(totals))
-            self.result.table.update(values_table("output", [self._resolve(ref) for ref in entry.outputs]))
+            self.table.values("output", [self._resolve(ref) for ref in entry.outputs])
         else:
             roots = [self._resolve(ref) for ref in entry.roots]
             gradients = loads(entry.blob, self._resolve, self.device)
-            self.result.table.update(values_table("loss", roots))
+            self.table.values("loss", roots)
             self.result.losses = [float(root.detach().sum()) for root in roots]
             self.result.finite &= all(map(all_finite, roots))
         # Only now: gradients that the script takes by torch.autograd.grad pass the same parameters.

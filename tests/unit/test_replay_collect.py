@@ -1,0 +1,78 @@
+"""Fingerprints of gradients that are taken while a backward runs: as autograd made them, whatever happens to them."""
+
+import torch
+from torch import nn
+
+from sdcrun.shim.fingerprint import fingerprints
+from sdcrun.shim.replay.collect import HELD_BYTES, SMALL_BYTES, GradientTable
+
+
+def test_table_sees_gradients_before_the_scripts_hooks():
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.register_hook(lambda gradient: gradient * 10)
+    table = GradientTable(keep=["p"])
+    table.watch("p", parameter)
+    (parameter * 2).sum().backward()
+    table.take()
+    assert torch.equal(table.kept["p"], torch.full((3,), 2.0))
+    assert torch.equal(parameter.grad, torch.full((3,), 20.0))
+    assert len(parameter._backward_hooks) == 1
+
+
+def test_table_counts_repeated_gradients_and_sees_nan():
+    parameter = nn.Parameter(torch.ones(2))
+    table = GradientTable()
+    table.watch("p", parameter)
+    (parameter * 2).sum().backward()
+    (parameter * float("nan")).sum().backward()
+    assert set(table.take()) == {"p", "p#1"}
+    assert not table.finite()
+
+
+def _seen(parameters, loss):
+    table = GradientTable()
+    for name, parameter in parameters.items():
+        table.watch(name, parameter)
+    loss().backward()
+    return table, table.take()
+
+
+def test_small_gradients_are_read_late_and_still_as_they_were():
+    """Whatever happens to `.grad` meanwhile: it is another tensor as long as a gradient is held."""
+    few = {f"p{i}": nn.Parameter(torch.full((50,), float(i))) for i in range(3)}
+    count = HELD_BYTES // SMALL_BYTES + 3
+    many = {f"q{i}": nn.Parameter(torch.full((SMALL_BYTES // 4,), float(i))) for i in range(count)}
+    large = {"large": nn.Parameter(torch.ones(SMALL_BYTES // 4 + 1))}
+    parameters = few | many | large
+
+    def spoil(parameter):
+        parameter.grad.fill_(7.0)
+
+    for parameter in parameters.values():
+        parameter.register_post_accumulate_grad_hook(spoil)
+    table, pairs = _seen(parameters, lambda: sum((p * p).sum() for p in parameters.values()))
+    right = fingerprints([2 * parameters[name].detach() for name in pairs]).tolist()
+    assert [list(pair) for pair in pairs.values()] == right and set(pairs) == set(parameters)
+    assert list(pairs) == list(table.details) and not table.altered and table.finite()
+    assert all(torch.equal(p.grad, torch.full_like(p, 7.0)) for p in parameters.values())
+
+
+def test_a_gradient_changed_in_place_is_said():
+    parameter = nn.Parameter(torch.ones(4))
+    shown = []
+    table = GradientTable()
+    table.watch("p", parameter)
+    doubled = parameter + 0.0
+    doubled.register_hook(shown.append)
+    (doubled * 2).sum().backward()
+    shown[0].mul_(3.0)
+    table.take()
+    assert table.altered == ["p"]
+
+
+def test_a_hook_behind_the_table_that_changes_in_place():
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.register_hook(lambda gradient: gradient.mul_(10))
+    table, pairs = _seen({"p": parameter}, lambda: (parameter * 2).sum())
+    assert list(pairs["p"]) == fingerprints([torch.full((3,), 2.0)])[0].tolist() and not table.altered
+    assert torch.equal(parameter.grad, torch.full((3,), 20.0))
