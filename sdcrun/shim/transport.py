@@ -26,9 +26,12 @@ class BallotFailed(RuntimeError):
     """The ballot's all-reduce did not end in time or lost a peer."""
 
 
-def _options() -> dist.AllreduceOptions:
+def _options(limit: timedelta | None = None) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
+    if limit is not None:
+        # Without it gloo gives up after the group's own limit, whatever `wait` is told.
+        options.timeout = limit
     return options
 
 
@@ -45,7 +48,7 @@ class SideTransport:
         """The element-wise maximum over all ranks. Raises BallotFailed."""
         self.words[:] = array("q", words)
         try:
-            self.pg.allreduce([self.vector], _options()).wait(self.limit)
+            self.pg.allreduce([self.vector], _options(self.limit)).wait(self.limit)
         except Exception as error:
             raise BallotFailed(str(error).splitlines()[0][:200]) from error
         return self.words.tolist()

@@ -37,6 +37,13 @@ for pg in (full, lazy):
     received = exchange.swap({(rank + 1) % size: payloads[rank]}, [(rank - 1) % size], 6)
     assert received == {(rank - 1) % size: payloads[(rank - 1) % size]}
 
+# A rank that is late, by more than the making of the group may take, is waited for.
+dist.barrier()
+patient = SideTransport(side("patient", 1.0), 60.0)
+if rank == 0:
+    time.sleep(3)
+assert patient.max([rank] * 8) == [size - 1] * 8
+
 # A rank that stays away costs the others the limit and no more, and the script's own group is not affected.
 dist.barrier()
 late = SideTransport(side("late"), 2.0)
