@@ -19,6 +19,8 @@ from sdcrun.report import picture
 from sdcrun.report.answers import answers
 from sdcrun.report.verdict import caught_by, counts, headline, how_sure, named, outcome, spread
 
+# Up to so many nodes a rank is so many pixels wide: all of a large job is to be seen at once.
+CELLS = ((picture.NO_LABELS_ABOVE, 20), (512, 12), (1 << 60, 6))
 MAX_BLOCKS = 40
 MAX_ROWS = 1500
 MAX_SUSPECTS = 100
@@ -38,6 +40,7 @@ def render(report: dict[str, Any], state: State) -> str:
         spread=spread(report),
         nodes=[_drawn(node) for node in nodes],
         labels=len(nodes) <= picture.NO_LABELS_ABOVE,
+        cell=next(size for most, size in CELLS if len(nodes) <= most),
         time=picture.timeline(report, state),
         suspects=[_suspect(suspect) for suspect in report["suspects"][:MAX_SUSPECTS]],
         unguarded=_unguarded(report),
