@@ -80,7 +80,7 @@ class Scratch:
         text = re.sub(rf"\d{{8}}-\d{{6}}-{re.escape(host.partition('.')[0])}(-\d+)?", JOB, text)
         text = re.sub(r"\bhost " + re.escape(host) + r"\b", f"host {HOST}", text)
         # Lines that are said now and then are there or not as the machine is slow or fast.
-        status = re.compile(r"\[sdcrun\] (.* [\d?]+/[\d?]+ guarded|\d+ of \d+ cells; .*)$")
+        status = re.compile(r"\[sdcrun\] (.* [\d?]+/[\d?]+ guarded( ·.*)?|\d+ of \d+ cells; .*)$")
         return "\n".join(line.rstrip() for line in text.splitlines() if not status.match(line)) + "\n"
 
 

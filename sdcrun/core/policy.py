@@ -10,7 +10,7 @@ from sdcrun.core.state import State, StopOrder
 from sdcrun.core.types import Action, ExitCode, Finding, Verdict
 
 ASK_AGAIN_AFTER = 10
-FULL_BLOCKS = 3
+FULL_BLOCKS, ONE_BY_ONE = 3, 10
 QUIET = (Verdict.AMP_OVERFLOW, Verdict.CLEAN_AFTER_TRIAGE)
 
 
@@ -115,8 +115,8 @@ def ask_for_audit(state: State, key: CaseKey) -> list[Action]:
 
 
 def speak(state: State, key: CaseKey) -> list[Action]:
-    """What people are told about a case: the whole block the first times, one line when the same thing happens again.
-    """
+    """What people are told about a case: the whole block the first times, one line when the same thing happens again,
+    and ever more rarely when it goes on and on; the record has each."""
     said = []
     strikes = state.ledger.strikes(state.device_key)
     for entry in state.ledger.entries.get(key, ()):
@@ -128,8 +128,11 @@ def speak(state: State, key: CaseKey) -> list[Action]:
         kind = (finding.check, finding.rule, finding.ranks, finding.verdict)
         state.said[kind] = state.said.get(kind, 0) + 1
         level = "alarm" if finding.verdict in ACCUSING else "info" if finding.verdict in QUIET else "warning"
-        short = finding.verdict in QUIET or state.said[kind] > FULL_BLOCKS
-        text = one_line(finding) if short else block(state, replace(entry, finding=finding))
+        number = state.said[kind]
+        if number > ONE_BY_ONE and number % 10 ** (len(str(number)) - 1):
+            continue
+        short = finding.verdict in QUIET or number > FULL_BLOCKS
+        text = one_line(finding, number) if short else block(state, replace(entry, finding=finding))
         said += say(text, level)
     return said
 
@@ -148,8 +151,9 @@ def block(state: State, entry: Entry) -> str:
     return words.block(finding, devices, entry.done, state.config.job_id)
 
 
-def one_line(finding: Finding) -> str:
-    """One line for a finding that has been explained before."""
+def one_line(finding: Finding, number: int = 0) -> str:
+    """One line for a finding that has been explained before, `number` times with this one."""
     who = f" · {words.ranks(finding.ranks)}" if finding.ranks else ""
     check = words.CHECK_TITLES[finding.check]
-    return f"{finding.verdict.value} at step {finding.step} · {check}{who} (rule: {finding.rule})"
+    again = f" · {number:,} times so far, from now on said now and then" if number >= ONE_BY_ONE else ""
+    return f"{finding.verdict.value} at step {finding.step} · {check}{who} (rule: {finding.rule}){again}"

@@ -19,6 +19,8 @@ from sdcrun.core.roster import MAX_PEERS, Group
 from sdcrun.core.types import Finding, Verdict
 
 KEPT = 8
+# Stands among accused ranks for "no version has a majority".
+SPLIT = -1
 TITLES = {"weights": "Weights", "optimizer": "Optimizer state", "buffers": "Buffers"}
 
 
@@ -97,14 +99,16 @@ class VoteHistory:
     def update(self, step: int) -> list[int]:
         """Work a new or changed case in; returns the steps whose finding may be another now, in order.
 
-        A rank that was accused in the vote before and not settled since is not accused afresh: the difference lasts.
+        A rank that was accused in the vote before and not settled since is not accused afresh: the difference lasts. So
+        it is with replicas of which no version has a majority.
         """
         at = bisect_left(self.steps, step)
         lasting = self._lasting[self.steps[at - 1]] if at else frozenset()
         changed = []
         for other in self.steps[at:]:
             case = self.cases[other]
-            fresh, after = case.accused - lasting, frozenset() if case.settled else case.accused
+            marks = case.accused | ({SPLIT} if case.no_majority else frozenset())
+            fresh, after = marks - lasting, frozenset() if case.settled else marks
             if other != step and fresh == self._fresh[other] and after == self._lasting[other]:
                 break
             self._count(other, -1)
@@ -124,7 +128,7 @@ class VoteHistory:
         return self._moved([step])
 
     def _count(self, step: int, by: int) -> None:
-        ranks = self._fresh.get(step)
+        ranks = self._fresh.get(step, frozenset()) - {SPLIT}
         if ranks and step not in self.planted:
             self._votes += by
             for rank in ranks:
@@ -143,9 +147,10 @@ class VoteHistory:
     def judge(self, step: int, known: dict[int, list[dict[str, Any]]]) -> list[Finding]:
         """Findings of the vote at `step`. `known` maps ranks to their `word` data of this step and table."""
         case, found = self.cases[step], []
-        if self._fresh.get(step):
-            found.append(self._minority(case, tuple(sorted(self._fresh[step])), known))
-        if case.no_majority:
+        fresh = self._fresh.get(step, frozenset())
+        if ranks := tuple(sorted(fresh - {SPLIT})):
+            found.append(self._minority(case, ranks, known))
+        if SPLIT in fresh:
             found.append(_no_majority(case, known))
         return found
 

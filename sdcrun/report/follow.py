@@ -92,7 +92,8 @@ class Progress:
         return (last - first) / (end - start) if end > start and last >= first else None
 
     def line(self, now: float) -> Text:
-        """One line: step, steps a second, checks done, overhead, last verdict, ranks guarded."""
+        """One line: step, last verdict, ranks guarded, steps a second, checks done, overhead; what matters least comes
+        last, where a narrow terminal cuts it off."""
         report = build.build(self.state)
         guarded = f"{report['guarded_ranks']}/{report['world_size'] or '?'} guarded"
         if not report["steps"]["seen"]:
@@ -102,19 +103,19 @@ class Progress:
         speed = [] if rate is None else [f"{rate:.1f} steps/s" if rate >= 1 or not rate else f"{1 / rate:.1f} s/step"]
         speed = [f"no word from the ranks for {silent:.0f} s"] if silent > SILENT_SECONDS else speed
         skipped = report["steps"]["skipped"]
+        text = Text(f"step {report['steps']['seen']:,} · ")
+        text.append(*_last_verdict(report))
+        text.append(" · ")
+        whole = report["guarded_ranks"] == report["world_size"]
+        text.append(guarded, "" if whole else "bold yellow")
         parts = [
-            f"step {report['steps']['seen']:,}",
             *speed,
             f"{words.count(report['checks']['replay']['run'], 'audit')}, "
             f"{words.count(report['checks']['weights']['run'], 'vote')}",
             *([f"{skipped:,} skipped"] if skipped else []),
             *([f"overhead {over:.1f} %"] if over is not None else []),
         ]
-        text = Text(" · ".join(parts) + " · ")
-        text.append(*_last_verdict(report))
-        text.append(" · ")
-        whole = report["guarded_ranks"] == report["world_size"]
-        return text.append(guarded, "" if whole else "bold yellow")
+        return text.append("".join(f" · {part}" for part in parts))
 
 
 def _last_verdict(report: dict[str, Any]) -> tuple[str, str]:

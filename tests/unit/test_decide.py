@@ -388,6 +388,31 @@ def test_repeated_findings_shrink_to_one_line():
     assert said(actions).count("  what  ") == 4  # one as suspect, three as confirmed
 
 
+def test_what_goes_on_and_on_is_said_ever_more_rarely():
+    job = Job(on_suspect="report", max_strikes=10_000)
+    job.hello()
+    for step in range(1, 251):
+        job.vote(step, {"w": [2]})
+    state, actions = run(job)
+    lines = [line for line in said(actions).splitlines() if "(rule: weight-minority)" in line and " at step " in line]
+    # Of the confirmed ones, the fourth to the tenth one by one, then each tenth up to 100, then 200.
+    assert len(lines) == 7 + 9 + 1 and lines[-1].endswith("200 times so far, from now on said now and then")
+    assert len(state.ledger.ordered()) == 250
+
+
+def test_replicas_that_stay_apart_are_one_finding():
+    """Until they are equal again."""
+    job = Job(on_weight_fault="report")
+    job.hello()
+    for step in range(3, 9):
+        job.vote(step, no_majority=("w",), action="reported", again=None)
+    job.vote(20, {"w": [1]})
+    job.vote(21, no_majority=("w",), action="reported", again=None)
+    state, _ = run(job)
+    found = [(entry.finding.step, entry.finding.rule) for entry in state.ledger.ordered()]
+    assert found == [(3, "no-majority"), (20, "weight-minority"), (21, "no-majority")]
+
+
 KINDS = (
     "hello guarded unguarded limit check_off summary nonfinite audit vote word inject checkpoint bye worker_lost"
     " job_end command approved node_up blind gap never_heard_of"

@@ -86,11 +86,11 @@ def test_line_says_where_the_job_stands():
     job = started()
     job.summaries(1000)
     assert progress_of(job).line(101.0).plain == (
-        "step 1,000 · 0 audits, 1,000 votes · overhead 1.0 % · clean · 4/4 guarded"
+        "step 1,000 · clean · 4/4 guarded · 0 audits, 1,000 votes · overhead 1.0 %"
     )
     job.summaries(1200)
     # Rank 0's two summaries are four events, and so four seconds, apart.
-    assert "step 1,200 · 50.0 steps/s · " in progress_of(job).line(101.0).plain
+    assert "step 1,200 · clean · 4/4 guarded · 50.0 steps/s · " in progress_of(job).line(101.0).plain
     job.nonfinite(1201, {2: ["w"]})
     job.vote(1202, {"w": [3]})
     assert " · 1 skipped · " in progress_of(job).line(101.0).plain
@@ -116,7 +116,7 @@ def test_ranks_that_are_not_guarded_are_said():
     job.hello(skip=(3,))
     job.summaries(10)
     line = progress_of(job).line(101.0)
-    assert line.plain.endswith("3/4 guarded") and line.spans[-1].style == "bold yellow"
+    assert " · 3/4 guarded · " in line.plain and line.spans[-1].style == "bold yellow"
 
 
 def test_a_restart_starts_the_rate_anew():

@@ -49,7 +49,7 @@ def shown(tmp_path, monkeypatch):
 
 
 def test_without_a_terminal_a_line_now_and_then(shown):
-    assert shown() == ["step 50 · 0 audits, 50 votes · overhead 1.0 % · clean · 4/4 guarded"]
+    assert shown() == ["step 50 · clean · 4/4 guarded · 0 audits, 50 votes · overhead 1.0 %"]
 
 
 def test_quiet_says_nothing(shown):
@@ -85,7 +85,7 @@ def test_on_a_terminal_it_is_drawn_and_taken_away(shown, monkeypatch):
 
     monkeypatch.setattr(statusline, "StatusLine", Line)
     assert shown(terminal=True) == []
-    line = "[sdcrun] step 50 · 0 audits, 50 votes · overhead 1.0 % · clean · 4/4 guarded"
+    line = "[sdcrun] step 50 · clean · 4/4 guarded · 0 audits, 50 votes · overhead 1.0 %"
     assert calls == ["open", line, "close"]
 
 
