@@ -29,6 +29,7 @@ def agent(pet, report, linger):
     os.environ["SDCRUN_AGENT"] = str(os.getpid())
     sys.argv[0] = "torchrun"
     import torch.distributed.run as launcher
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parse_args = launcher.parse_args
@@ -54,6 +55,10 @@ def agent(pet, report, linger):
     except ChildFailedError as error:
         tell_failures(error, report)
         raise
+    except SignalException as error:
+        # What torchrun makes of a signal is thirty lines of traceback a node, under which all else is lost.
+        print(f"torchrun: {error}", file=sys.stderr)
+        return 1
 
 
 def watch_rendezvous():
