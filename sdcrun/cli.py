@@ -68,7 +68,7 @@ def dispatch(tokens: list[str]) -> int:
 
         asked = os.environ.get(completion.VARIABLE)
         return completion.answer(tokens, WORDS) if asked else completion.command(tokens, os.environ)
-    if first in ("--help", "-h"):
+    if first in ("--help", "-h") or tokens == ["help"] and not os.path.exists("help"):
         print(HELP)
         return 0
     if first == "--version":

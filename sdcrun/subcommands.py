@@ -18,7 +18,7 @@ def run(tokens: list[str]) -> int:
         # Usage errors of the command-line library, whichever one this typer is built on.
         if not hasattr(error, "format_message"):
             raise
-        raise UsageError(error.format_message()) from None
+        raise UsageError(f"{error.format_message().rstrip('.')} (sdcrun {tokens[0]} --help)") from None
     return code if isinstance(code, int) else 0
 
 

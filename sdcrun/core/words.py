@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import unicodedata
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -90,6 +92,14 @@ def device(one: Device) -> str:
 def lines_to_paste(job_id: str) -> str:
     """The command that prints the lines which take a node out of service."""
     return f"{report_command(job_id)} --commands slurm|kubernetes|hyperpod|gcloud"
+
+
+def choice(given: str, known: Iterable[str]) -> str:
+    """What is wrong with `given`, which is none of `known`."""
+    known = list(known)
+    near = difflib.get_close_matches(given, known, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"must be {', '.join(known[:-1])} or {known[-1]}, got {given!r}{hint}"
 
 
 def report_command(job_id: str) -> str:

@@ -27,7 +27,7 @@ def show(job: str | None = None, root: str | os.PathLike[str] | None = None, for
         folder = store.find_job(job, root)
         _, state = load(folder)
         if format not in ("text", "json"):
-            raise JobError(f"no format {format!r}; there are text, json")
+            raise JobError(f"--format: {words.choice(format, ('text', 'json'))}")
     except (JobError, OSError) as error:
         print(f"[sdcrun] error: {words.clean(error, 1000)}", file=sys.stderr)
         return TOOL_ERROR

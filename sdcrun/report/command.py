@@ -98,14 +98,14 @@ def _module(name: str) -> Any:
 def _renderer(format: str) -> Callable[[dict[str, Any], Any], str]:
     """The function (report, state) -> text of a format; raises JobError for an unknown one."""
     if format not in VIEWS:
-        raise JobError(f"no format {format!r}; there are {', '.join(VIEWS)}")
+        raise JobError(f"--format: {words.choice(format, VIEWS)}")
     module = _module(format)
     return module.render if format == "html" else lambda data, state: module.render(data)
 
 
 def _commands(data: dict[str, Any], platform: str) -> str:
     if platform not in handoff.PLATFORMS:
-        raise JobError(f"no platform {platform!r}; there are {', '.join(handoff.PLATFORMS)}")
+        raise JobError(f"--commands: {words.choice(platform, handoff.PLATFORMS)}")
     return handoff.render(data, platform)
 
 

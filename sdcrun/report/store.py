@@ -307,4 +307,5 @@ def find_job(job: str | None, root: str | os.PathLike[str] | None = None) -> Pat
             raise JobError(f"{candidate} is not a job folder (it has no {EVENTS})")
     names = [entry.name for entry in list_jobs(folder)]
     near = difflib.get_close_matches(job, names, n=1)
-    raise JobError(f"no job {job!r} in {folder}" + (f"; did you mean {near[0]}?" if near else ""))
+    hint = f"did you mean {near[0]}?" if near else "sdcrun jobs lists them" if names else "there are none"
+    raise JobError(f"no job {job!r} in {folder}; {hint}")

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from test_report import healthy
 
 from sdcrun import __version__, cli
+from sdcrun.core.codec import encode_event
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,28 @@ def test_help_fits_one_screen(capsys):
     assert text.count("sdcrun --nnodes") == 2
 
 
+def test_help_is_a_word_too_where_no_script_is_called_so(folder, capsys, monkeypatch):
+    assert cli.main(["help"]) == 0 and "usage: sdcrun" in capsys.readouterr().out
+    (folder / "help").write_text("")
+    monkeypatch.setattr(cli, "launch", lambda tokens, typed: 7)
+    assert cli.main(["help"]) == 7
+
+
+def test_a_wrong_choice_is_told_what_there_is(tmp_path, capsys):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/events.jsonl").write_bytes(b"".join(map(encode_event, healthy().events)))
+    for tokens, said in (
+        (["report", "job", "--format", "htlm"], "--format: must be json, text, html, junit or prometheus, got 'htlm'"),
+        (["report", "job", "--format", "htlm"], "(did you mean html?)"),
+        (["report", "job", "--commands", "slrum"], "must be slurm, kubernetes, hyperpod or gcloud, got 'slrum'"),
+        (["checkpoints", "job", "--format", "xml"], "--format: must be text or json, got 'xml'"),
+        (["report", "jbo"], "did you mean job?"),
+        (["report", "xyz"], "sdcrun jobs lists them"),
+    ):
+        assert cli.main([*tokens, "--sdc-dir", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"sdcrun {__version__}\n"
@@ -50,8 +74,9 @@ def test_version(capsys):
         (["--sdc-off", "--inject-fault", "weight", "a.py"], "--sdc-off contradicts --inject-fault"),
         (["--inject-fault", "weight:rnk=1", "a.py"], "no key 'rnk'"),
         (["--sdc-controller", "h:1", "a.py"], "--sdc-controller needs that controller's secret"),
-        (["report", "--no-such"], "No such option"),
-        (["report", "nosuchjob"], "no job 'nosuchjob' in sdcrun_jobs"),
+        (["report", "--no-such"], "No such option: --no-such (sdcrun report --help)"),
+        (["approve", "job"], "Missing argument 'device' (sdcrun approve --help)"),
+        (["report", "nosuchjob"], "no job 'nosuchjob' in sdcrun_jobs; there are none"),
         (["jobs"], "no jobs in sdcrun_jobs"),
     ],
 )
