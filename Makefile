@@ -16,6 +16,7 @@ demo: $(STAMP)
 	$(BIN)/sdcrun report --sdc-dir $(DEMO) demo
 
 $(STAMP): pyproject.toml configs/constraints.txt
+	@echo "building $(VENV), with torch for the CPU (about 750 MB); this takes a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c configs/constraints.txt -e ".[test]"
 	touch $@

@@ -19,6 +19,7 @@ __all__ = ["State", "apply", "fold", "initial", "finish", "pending", "tick"]
 
 ANSWER_SECONDS = 10.0
 DETAIL_SECONDS = 1.0
+TRIAGE_SECONDS = 5.0
 HELLO_SECONDS = 30.0
 
 
@@ -52,8 +53,8 @@ def fold(state: State, event: Event) -> None:
 def tick(state: State, now: float) -> tuple[State, list[Action]]:
     """Time has passed (`now`: seconds on any steady clock): wait no longer for what is late.
 
-    Ten seconds for the views of a non-finite step, one for the details of a vote, thirty for ranks that never say
-    hello.
+    Ten seconds for the views of a non-finite step, five for its audit, one for the details of a vote, thirty for ranks
+    that never say hello.
     """
     state.clock = now
     for key in sorted(state.open_cases):
@@ -65,7 +66,7 @@ def tick(state: State, now: float) -> tuple[State, list[Action]]:
     for key, since in list(state.waiting.items()):
         if since is None:
             state.waiting[key] = now
-        elif now - since > DETAIL_SECONDS:
+        elif now - since > (TRIAGE_SECONDS if key.check == "nonfinite" else DETAIL_SECONDS):
             actions += _tell(state, key)
     return state, actions + _name_the_missing(state, now)
 

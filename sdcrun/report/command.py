@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +28,8 @@ VIEWS = {
     "prometheus": metrics.NAME,
 }
 TOOL_ERROR = 2
+JOB_TITLES = ("JOB", "STARTED", "STATUS", "RANKS", "STEPS", "VERDICT")
+WIDE = 120
 
 
 def load(job_dir: str | os.PathLike[str], reading: Reading | None = None) -> tuple[dict[str, Any], Any]:
@@ -127,15 +130,33 @@ def jobs(root: str | os.PathLike[str] | None = None) -> int:
     if not folders:
         complain(f"error: no jobs in {words.clean(store.jobs_root(root), 300)}")
         return TOOL_ERROR
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("JOB", "STARTED", "STATUS", "RANKS", "STEPS", "VERDICT"):
-        table.add_column(title, no_wrap=title != "VERDICT", overflow="fold")
-    for folder in folders:
-        table.add_row(*_job_row(folder))
     out = sys.stdout
     console = Console(file=out) if out.isatty() else Console(file=out, width=160, color_system=None)
-    console.print(table)
+    rows = [_job_row(folder) for folder in folders]
+    if console.width >= WIDE:
+        _print_table(console, JOB_TITLES, rows)
+        return 0
+    # Too narrow for a verdict beside the rest: it gets a line of its own.
+    *titles, _ = JOB_TITLES
+    widths = [max(map(len, column)) for column in zip(map(Text, titles), *(row[:-1] for row in rows))]
+    for row in ([Text(title, "bold") for title in titles], *rows):
+        line = Text()
+        for cell, width in zip(row, widths):
+            line.append(cell).append(" " * (width - len(cell) + 2))
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+        for verdict in row[len(titles) :]:
+            console.print(Padding(verdict, (0, 0, 0, 2)))
     return 0
+
+
+def _print_table(console: Console, titles: tuple[str, ...], rows: list[list[Text]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, no_wrap=title != titles[-1], overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _job_row(folder: Path) -> list[Text]:

@@ -317,7 +317,7 @@ def test_an_audit_is_wished_for_when_a_nan_is_unclear_but_not_every_step():
     _, actions = run(job, finish=False)
     state, actions = run(job, finish=False)
     state, more = decide.tick(state, 1.0)
-    state, late = decide.tick(state, 3.0)
+    state, late = decide.tick(state, 7.0)
     assert [a.data["what"] for a in actions + more + late if a.kind == "command"] == ["audit"]
 
 
@@ -377,6 +377,16 @@ def test_a_vote_is_told_after_a_second_even_when_the_evidence_never_comes():
     _, first = decide.tick(state, 10.0)
     _, second = decide.tick(state, 11.5)
     assert not said(first) and "SUSPECT at step 3" in said(second)
+
+
+def test_a_nan_waits_for_its_audit_before_people_are_told():
+    """What a second device makes of the micro-batch turns the finding around; a crowded machine takes its time."""
+    job = Job(audit_every=100)
+    job.hello()
+    job.nonfinite(3, {2: ["w"]})
+    state, actions = run(job, finish=False)
+    told = [said(decide.tick(state, now)[1]) for now in (10.0, 14.5, 15.5)]
+    assert not said(actions) and not told[0] and not told[1] and "one-rank-local" in told[2]
 
 
 def test_repeated_findings_shrink_to_one_line():

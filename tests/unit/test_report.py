@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import unicodedata
 
@@ -10,6 +11,7 @@ from eventmaker import Job
 from jsonschema import Draft202012Validator
 
 from sdcrun.core import decide
+from sdcrun.core.codec import encode_event
 from sdcrun.core.types import Config
 from sdcrun.report import build, command, handoff, store
 from sdcrun.report.render import json as render_json
@@ -359,3 +361,21 @@ def test_steps_after_the_last_sum_are_counted():
         job.nonfinite(step, {0: ["w"], 1: ["w"]})
     job.emit("summary", 1, {"steps": {"seen": 2**50}, "checks": {}, "train_seconds": 1.0})
     assert report_of(job)["steps"] == {"seen": 7, "committed": 3, "skipped": 2}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_jobs_are_listed_whole_on_a_terminal_of_any_width(tmp_path, monkeypatch, columns):
+    for name, job in (("one", healthy()), ("another-one", sick())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_bytes(b"".join(map(encode_event, job.events)))
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(command.sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert command.jobs(tmp_path) == 0
+    lines = re.sub("\x1b\\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(" ".join(lines).split())
+    assert "No corruption was found in 100 steps." in text and "Take it out of service." in text
+    assert any(line.startswith("another-one  ") for line in lines)
