@@ -20,6 +20,7 @@ from sdcrun.wire.runtime import checked_address, read_runtime, write_runtime
 
 QUICK_DEATH = 2.0
 MOST_QUICK_DEATHS = 10
+KILLED_PAUSE = 1.0
 
 
 class Control:
@@ -110,16 +111,18 @@ class Control:
         if child is self._child:
             self._child = None
             if not self._finished:
-                self._died(f"exit code {child.code}")
+                self._died(f"exit code {child.code}", child.code == 128 + signal.SIGKILL)
 
-    def _died(self, why: str) -> None:
+    def _died(self, why: str, killed: bool = False) -> None:
         quick = time.monotonic() - self._started < QUICK_DEATH
         self._deaths = self._deaths + 1 if quick else 1
-        if self._deaths >= MOST_QUICK_DEATHS:
+        # One that somebody kills, however often, would stay up if it were let.
+        if self._deaths >= MOST_QUICK_DEATHS and not killed:
             self._given_up = True
             self._voice.warn(f"the controller does not stay up ({why}); training goes on, without its record")
         else:
-            self._again_at = time.monotonic() + (0.0 if self._deaths < 2 else min(5.0, 0.1 * 2**self._deaths))
+            pause = 0.0 if self._deaths < 2 else 0.1 * 2 ** min(self._deaths, 10)
+            self._again_at = time.monotonic() + min(KILLED_PAUSE if killed else 5.0, pause)
 
     def turn(self) -> None:
         """Start the controller again when it is time to; called from the main thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -77,7 +78,21 @@ class Launch:
 
     def agents(self) -> list[int]:
         """Pids of torchrun's agents."""
-        return [p.pid for p in self.processes() if "torchrun" in p.cmdline()[1:3] and p.ppid() == self.process.pid]
+        return [p.pid for p in self.started("torchrun")]
+
+    def controllers(self) -> list[psutil.Process]:
+        """The controller's process, if there is one just now."""
+        return self.started("controller")
+
+    def started(self, role: str) -> list[psutil.Process]:
+        """What sdcrun itself has started in that role."""
+        found = []
+        for process in self.processes():
+            # One that ends while it is looked at is none.
+            with contextlib.suppress(psutil.Error):
+                if role in process.cmdline()[1:3] and process.ppid() == self.process.pid:
+                    found.append(process)
+        return found
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that this launch has started, sdcrun itself included."""

@@ -52,7 +52,7 @@ def small_disk(tmp_path):
 
 def controller(run):
     """The controller's process, once it is there."""
-    return run.until(lambda: [p for p in run.processes() if "controller" in p.cmdline()[1:3]], "no controller")[0]
+    return run.until(run.controllers, "no controller")[0]
 
 
 def steps(run, rank=0):
@@ -73,10 +73,10 @@ def fill(folder):
             file.write(b"\0" * 4096)
 
 
-def whole(run, job):
+def whole(run, job, made=STEPS):
     """All steps were made, every client's events are on record once, in order; returns (events, report)."""
     assert run.end() == 0, run.err.read_text()[-3000:]
-    assert [len(steps(run, rank)) for rank in range(3)] == [STEPS] * 3
+    assert [len(steps(run, rank)) for rank in range(3)] == [made] * 3
     events = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
     streams = defaultdict(list)
     for event in events:
@@ -86,7 +86,7 @@ def whole(run, job):
     assert not [event for event in events if event["kind"] in ("gap", "check_off")]
     report = json.loads((job / "report.json").read_text())
     assert (report["status"], report["guarded_ranks"], report["findings"]) == ("finished", 3, [])
-    assert report["steps"] == {"seen": STEPS, "committed": STEPS, "skipped": 0}
+    assert report["steps"] == {"seen": made, "committed": made, "skipped": 0}
     assert not (job / "spool").exists()
     return events, report
 
@@ -122,6 +122,24 @@ def test_controller_stopped_and_killed(train):
     assert len(starts) >= 2 and starts == [False] + [True] * (len(starts) - 1)
     everything = [run.out, run.err, *(file for file in run.job.rglob("*") if file.is_file())]
     assert not [file for file in everything if secret in file.read_text(errors="replace")]
+
+
+def test_controller_killed_twenty_times(train):
+    """Soon after its start or later: however often it is killed, it is there again."""
+    run = train(steps=900)
+    run.until(lambda: len(steps(run)) > 3, "no steps")
+    killed = set()
+    while len(killed) < 20:
+        process = run.until(lambda: [p for p in run.controllers() if p.pid not in killed], "no other controller")[0]
+        time.sleep(random.uniform(0.0, 2.0))
+        process.kill()
+        killed.add(process.pid)
+    assert len(steps(run)) < 900, "the training is over before the last kill"
+    events, report = whole(run, run.job, 900)
+    assert not any("does not stay up" in line for line in run.says())
+    assert sum(event["kind"] == "bye" for event in events) == 3
+    starts = [event["data"]["restarted"] for event in events if event["kind"] == "started"]
+    assert 2 <= len(starts) <= 21 and starts == [False] + [True] * (len(starts) - 1)
 
 
 def _bytes(path):

@@ -196,16 +196,13 @@ def test_control_plane_faults_and_signals_that_mean_nothing(tmp_path):
 def _kill_controller(run):
     """It comes back at the same port with the same secret, and takes up the record."""
 
-    def controllers():
-        return [p for p in run.processes() if "controller" in p.cmdline()[1:3]]
-
     path = run.until(lambda: list(run.job.glob("controller-*.json")), "no controller")[0]
     before = json.loads(path.read_text())
     assert path.stat().st_mode & 0o777 == 0o600
     run.until(lambda: events(run), "nothing on record")
-    first = controllers()[0]
+    first = run.controllers()[0]
     first.kill()
-    run.until(lambda: [p for p in controllers() if p.pid != first.pid], "no new controller")
+    run.until(lambda: [p for p in run.controllers() if p.pid != first.pid], "no new controller")
     run.until(lambda: len(_starts(run)) > 1, "the new controller is not used")
     assert _starts(run) == [False, True]
     assert json.loads(path.read_text()) == before
