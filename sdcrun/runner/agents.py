@@ -177,16 +177,18 @@ class Agents:
             self.children.press(hurry)
 
     def _idle(self, now: float) -> bool:
-        """Whether the agents that are left have had no rank for a while: torchrun would wait 300 s for the one that has
-        failed. Between two attempts there are none either."""
-        if not self.living or not self.code or any(child.has_workers for child in self.living.values()):
+        """Whether the agents that are left have had no rank for a while: torchrun would wait 300 s for one that has
+        failed, or that wants another attempt when the ranks of the others are done. Between two attempts there are none
+        either."""
+        seen = all(child.workers for child in self.living.values())
+        # All agents of a fixed number of local nodes are here: nobody else can come and make the rendezvous whole.
+        waiting = self.code or (seen and self.plan.local_nodes > 1 and self.plan.nodes is not None)
+        if not self.living or not waiting or any(child.has_workers for child in self.living.values()):
             self._idle_since = None
             return False
         self._idle_since = now if self._idle_since is None else self._idle_since
-        seen = all(child.workers for child in self.living.values())
-        return now - self._idle_since >= (
-            IDLE_SECONDS if seen and not self.plan.options.max_restarts else IDLE_RESTART_SECONDS
-        )
+        final = self.code and seen and not self.plan.options.max_restarts
+        return now - self._idle_since >= (IDLE_SECONDS if final else IDLE_RESTART_SECONDS)
 
     def _kill(self, children: list[Child]) -> None:
         for child in children:

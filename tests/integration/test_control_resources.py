@@ -16,8 +16,9 @@ from sdcrun.wire.runtime import read_runtime
 
 pytestmark = pytest.mark.slow
 
-BREAKS = 300
-EVENTS = 20_000
+# As many as asked for: FLAT_BREAKS=1000 FLAT_EVENTS=100000.
+BREAKS = int(os.environ.get("FLAT_BREAKS", "300"))
+EVENTS = int(os.environ.get("FLAT_EVENTS", "20000"))
 
 
 class Wire:

@@ -100,7 +100,7 @@ def test_killed_sdcrun(launch):
     run.until(lambda: not run.processes(), "orphans")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_signal_reaches_each_rank_once(launch, number):
     script = f"""
         def caught(number, frame):
@@ -231,6 +231,22 @@ def test_three_nodes_on_this_machine_of_which_one_fails(launch):
     assert any(line.startswith("first rank that failed: 1 (local rank 0, pid ") for line in run.says())
     lost = {e["data"]["rank"]: e["data"]["exit"] for e in events(run) if e["kind"] == "worker_lost"}
     assert lost[1] == 3
+
+
+@pytest.mark.slow
+def test_attempt_that_the_others_do_not_need_any_more(launch):
+    """torchrun alone waits for it for five minutes, and ends with 1."""
+    script = """
+        if RANK == 2:
+            while not all(os.path.exists(f"done.{rank}") for rank in range(2)):
+                time.sleep(0.02)
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        note("done")
+        """
+    run = launch(script, "--nnodes", "3", "--max-restarts", "1")
+    assert run.end() == 1
+    assert any("the others cannot go on without it" in line for line in run.says())
 
 
 def test_signal_before_there_are_ranks(launch):

@@ -4,6 +4,7 @@ Usage: paced.py STEPS SECONDS: that many steps, each at least so long. Every ran
 the file steps.RESTART.RANK in the working folder.
 """
 
+import datetime
 import os
 import sys
 import time
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main(steps, seconds):
-    dist.init_process_group("gloo")
+    # A rank whose peer never comes up is not to wait for half an hour.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     rank = dist.get_rank()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     torch.manual_seed(0)
