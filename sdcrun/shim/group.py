@@ -15,11 +15,13 @@ import torch.distributed as dist
 from sdcrun.core.audit import runs
 from sdcrun.shim import identity
 from sdcrun.shim.checkpoints.clock import Clock
+from sdcrun.shim.checkpoints.recognise import Dropped
 from sdcrun.shim.exchange import Exchange
 from sdcrun.shim.rendezvous import Rendezvous
 from sdcrun.shim.transport import SIDE_LIMIT, transport_for
 
 LISTED_RANKS = 64
+KEPT_DROPPED = 4
 APART = "the replicas differ on purpose between two averagings (localSGD)"
 
 
@@ -52,6 +54,7 @@ class GuardGroup:
         self.nodes = [member["node"] for member in members]
         self.devices = [member["device"] for member in members]
         self.guards: list = []
+        self.dropped: list[Dropped] = []
         self.modules_made = 0
         self.optimizers: list = []
         self.exchange = Exchange(pg, self.rank, self.size, self.config.exchange_timeout) if pg is not None else None
@@ -115,6 +118,7 @@ class GuardGroup:
     def add(self, guard) -> None:
         """Takes a new DDP module of this process group under guard, for as long as the script keeps it."""
         self.guards.append(guard)
+        self.dropped = []
         if self.transport is None and self.size > 1:
             device = next((p.device for p in guard.parameters.values()), torch.device("cpu"))
             limit = self.config.ballot_timeout
@@ -137,6 +141,9 @@ class GuardGroup:
         self.runtime.keeper.questions.leave(self)
         guard.ends()
         self.guards.remove(guard)
+        owners = [self.runtime.owner.get(id(parameter)) for parameter in guard.parameters.values()]
+        if all(reference is None or reference() in (guard, None) for reference in owners):
+            self.dropped = [*self.dropped[1 - KEPT_DROPPED :], Dropped(guard)]
         # A script that wraps its module anew has both guards for a while: what the later one took over stays with it.
         for parameter in guard.parameters.values():
             reference = self.runtime.owner.get(id(parameter))

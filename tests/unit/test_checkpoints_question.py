@@ -10,6 +10,7 @@ from torch import nn
 from sdcrun.core.types import Config
 from sdcrun.shim.checkpoints.clock import Clock
 from sdcrun.shim.checkpoints.question import QUERY, Questions, Snapshots, group_key
+from sdcrun.shim.checkpoints.recognise import Dropped
 from sdcrun.shim.checkpoints.verdict import PROVISIONAL, UNVERIFIED, WITHHELD, Judge
 from sdcrun.shim.checks.weights import WeightVote
 
@@ -39,7 +40,7 @@ class Rank:
         self.group = SimpleNamespace(
             ranks=tuple(range(size)), rank=number, size=size, guards=[guard], optimizers=[lambda: self.optimizer],
             step=0, weights_clock=Clock(), off_reason=None, wanted=set(), weights=None, left_version=0, runtime=self,
-            config=self.config,
+            config=self.config, dropped=[],
         )  # fmt: skip
         self.group.snapshots = Snapshots(self.group)
         self.groups = {self.group.ranks: self.group}
@@ -282,6 +283,24 @@ def test_a_module_that_the_script_has_dropped_can_still_be_said(job):
     rank.questions.leave(rank.group)
     (_, data) = rank.events[0]
     assert data["digests"]["weights"] == _digest_of(job.first)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_weights_saved_after_the_script_has_dropped_its_ddp_are_still_those_of_all_ranks(job, inner):
+    contents = {"net": clones(job.first) if inner is False else job.first.module.state_dict()}
+    for rank in job.ranks:
+        rank.questions.leave(rank.group)
+        rank.group.dropped = [Dropped(rank.group.guards.pop())]
+    state, reason, _ = judged(job, contents)
+    assert state == PROVISIONAL and "what all ranks hold after step 1" in reason
+    if not inner:
+        contents["net"]["1.bias"].view(torch.int32)[2] ^= 1 << 30
+        state, reason, verdict = judged(job, contents)
+        assert state == WITHHELD and verdict.differing[0]["bits"] == [30]
+        emptied(contents["net"])
+        assert judged(job, {"net": {**contents["net"], "1.bias": clones(job.first)["1.bias"]}})[0] == UNVERIFIED
+        del job.first.module
+        assert judged(job, contents)[0] != PROVISIONAL
 
 
 def _digest_of(rank):

@@ -39,7 +39,7 @@ class Group:
         names = dict(module.named_parameters())
         guard = SimpleNamespace(ddp=module, module=module, parameters=names, buffers=dict(module.named_buffers()),
                                 qualified=lambda name: name)  # fmt: skip
-        self.guards, self.optimizers = [guard], [weakref.ref(optimizer)]
+        self.guards, self.optimizers, self.dropped = [guard], [weakref.ref(optimizer)], []
         self.state = {f"0.{key}.{next(n for n, q in names.items() if q is p)}": value
                       for p, state in optimizer.state.items() for key, value in state.items()}  # fmt: skip
 

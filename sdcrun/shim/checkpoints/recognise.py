@@ -7,6 +7,7 @@ part of a module was saved a prefix of the module's may be missing.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,15 +43,15 @@ class Known:
         self.aliases: dict[str, str] = {}
         self.state = optimizer_state
         self.order: list[list[str | None]] = []
+        for gone in group.dropped:
+            self.parameters.update(gone.parameters())
+            self.aliases.update(gone.aliases)
         for guard in group.guards:
             if guard.ddp is None:
                 continue
-            names = {id(p): guard.qualified(n) for n, p in guard.parameters.items()}
             self.parameters.update({guard.qualified(n): p.detach() for n, p in guard.parameters.items()})
             self.buffers.update({guard.qualified(n): b for n, b in guard.buffers.items()})
-            for name, parameter in guard.module.named_parameters(remove_duplicate=False):
-                if id(parameter) in names:
-                    self.aliases[clean(name.split("."))] = names[id(parameter)]
+            self.aliases.update(aliases_of(guard))
         by_identity = {id(p): g.qualified(n) for g in group.guards for n, p in g.parameters.items()}
         for reference in group.optimizers:
             optimizer = reference()
@@ -58,13 +59,36 @@ class Known:
             self.order.append([by_identity.get(id(p)) for one in groups for p in one["params"]])
         trainable = {g.qualified(n) for g in group.guards for n, p in g.parameters.items() if p.requires_grad}
         self.trainable = trainable or set(self.parameters)
-        self.places = {_place(t): name for name, t in self.parameters.items() if t.numel()}
+        self.places = {_place(t): name for name, t in self.parameters.items() if t.numel() and not t.is_meta}
         self.state_places = {_place(t): name for name, t in self.state.items() if t.numel()}
         self.tails: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for alias, name in self.aliases.items():
             segments = alias.split(".")
             for i in range(1, len(segments)):
                 self.tails[".".join(segments[i:])].append((".".join(segments[:i]), name))
+
+
+class Dropped:
+    """What is known of a guarded module after the script has dropped its DDP, to save the inner one mostly."""
+
+    def __init__(self, guard) -> None:
+        self.aliases = aliases_of(guard)
+        self._parameters = {
+            guard.qualified(n): (weakref.ref(p), torch.empty(p.shape, dtype=p.dtype, device="meta"))
+            for n, p in guard.parameters.items()
+        }
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Table name -> the parameter, or one without data where that is gone as well."""
+        found = {name: (reference(), stand_in) for name, (reference, stand_in) in self._parameters.items()}
+        return {name: stand_in if real is None else real.detach() for name, (real, stand_in) in found.items()}
+
+
+def aliases_of(guard) -> dict[str, str]:
+    """Cleaned name -> table name of a module's parameters, of tied ones under each of their names."""
+    names = {id(p): guard.qualified(n) for n, p in guard.parameters.items()}
+    every = guard.module.named_parameters(remove_duplicate=False)
+    return {clean(name.split(".")): names[id(parameter)] for name, parameter in every if id(parameter) in names}
 
 
 def clean(segments: list[str] | tuple[str, ...]) -> str:
