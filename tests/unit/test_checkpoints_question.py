@@ -33,10 +33,11 @@ class Rank:
         self.rank, self.job, self.reachable, self.events = number, job, True, []
         self.config = Config(checkpoint_timeout=0.2)
         self.link = Link(job)
-        self.module = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5), nn.Linear(5, 5))
+        self.module = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5), nn.Linear(5, 5), nn.BatchNorm1d(5))
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         guard = SimpleNamespace(ddp=self, module=self.module, parameters=dict(self.module.named_parameters()),
-                                buffers={}, name="", qualified=lambda name: name)  # fmt: skip
+                                buffers=dict(self.module.named_buffers()), name="",
+                                qualified=lambda name: name)  # fmt: skip
         self.group = SimpleNamespace(
             ranks=tuple(range(size)), rank=number, size=size, guards=[guard], optimizers=[lambda: self.optimizer],
             step=0, weights_clock=Clock(), off_reason=None, wanted=set(), weights=None, left_version=0, runtime=self,
@@ -132,6 +133,31 @@ def test_a_wrong_bit_in_the_copy_of_voted_weights_of_another_step(job):
     for rank in job.ranks:
         rank.reachable = False
     assert judged(job, older)[0] == WITHHELD
+
+
+def test_a_wrong_bit_in_a_buffer_of_the_copy(job):
+    copy = {f"module.{name}": value for name, value in clones(job.first).items()}
+    copy["module.3.running_var"].view(torch.int32)[4] ^= 1 << 18
+    state, reason, verdict = judged(job, {"net": copy})
+    assert state == WITHHELD and "net: 3.running_var, word 4 (element 4), bit 18 flipped" in reason
+    assert [row["name"] for row in verdict.differing] == ["net/module.3.running_var"]
+
+
+def test_buffers_that_have_moved_since_the_copy_or_belong_to_other_weights_are_nobody_s_fault(job):
+    copy = clones(job.first)
+    job.first.module(torch.randn(4, 20))
+    assert judged(job, copy)[0] == PROVISIONAL
+    other = {**clones(job.first), "3.running_mean": copy["3.running_mean"]}
+    other = {name: 0.9 * value if value.is_floating_point() else value for name, value in other.items()}
+    other["3.running_var"] = clones(job.first)["3.running_var"]
+    other["3.running_var"][2] += 1
+    assert judged(job, other)[0] == UNVERIFIED
+    wrong, found = clones(job.first), []
+    wrong["3.running_var"].view(torch.int32)[4] ^= 1 << 18
+    thread = threading.Thread(target=lambda: found.append(judged(job, wrong)[0]))
+    thread.start()
+    thread.join()
+    assert found == [PROVISIONAL]
 
 
 def merged(copy):

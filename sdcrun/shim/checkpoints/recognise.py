@@ -23,13 +23,14 @@ WRAPPERS = ("module", "_orig_mod", "_parameters", "_modules", "_buffers", "_modu
 class Part:
     """Tensors of one container that stand for one table of a group: `leaves` maps the table's names to them.
 
-    `kind` is "weights" or "optimizer", `place` the container's path.
+    `kind` is "weights" or "optimizer", `place` the container's path; `buffers` maps names to those beside weights.
     """
 
     group: Any
     kind: str
     place: str
     leaves: dict[str, Leaf] = field(default_factory=dict)
+    buffers: dict[str, Leaf] = field(default_factory=dict)
 
 
 class Known:
@@ -57,6 +58,7 @@ class Known:
             optimizer = reference()
             groups = optimizer.param_groups if optimizer is not None else ()
             self.order.append([by_identity.get(id(p)) for one in groups for p in one["params"]])
+        self.buffer_aliases = {clean(n.split(".")): g.qualified(n) for g in group.guards for n in g.buffers}
         trainable = {g.qualified(n) for g in group.guards for n, p in g.parameters.items() if p.requires_grad}
         self.trainable = trainable or set(self.parameters)
         self.places = {_place(t): name for name, t in self.parameters.items() if t.numel() and not t.is_meta}
@@ -113,7 +115,8 @@ def parts(found: list[Leaf], known: Known) -> list[Part]:
     for place, members in _grouped(rest, _container):
         named = _weights(members, known)
         if named:
-            result.append(Part(known.group, "weights", "/".join(place) or "the object itself", named))
+            where = "/".join(place) or "the object itself"
+            result.append(Part(known.group, "weights", where, named, _buffers(members, known)))
     return result
 
 
@@ -158,6 +161,19 @@ def _weights(members: list[Leaf], known: Known) -> dict[str, Leaf]:
                 if best in fits:
                     named.setdefault(fits[best], leaf)
     return named or _in_order(members, known)
+
+
+def _buffers(members: list[Leaf], known: Known) -> dict[str, Leaf]:
+    """Buffer -> tensor of that name and kind in a container of weights."""
+    named: dict[str, Leaf] = {}
+    for leaf in members:
+        segments = clean(leaf.path).split(".")
+        for i in range(len(segments)):
+            name = known.buffer_aliases.get(".".join(segments[i:]))
+            if name is not None:
+                named.setdefault(name, leaf)
+                break
+    return named
 
 
 def _fits(name: str, shape: tuple[int, ...], known: Known) -> dict[tuple[str, str], str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from sdcrun.shim import fingerprint
 from sdcrun.shim.checkpoints.clock import NotThatVersion
-from sdcrun.shim.checkpoints.contents import leaves
+from sdcrun.shim.checkpoints.contents import Leaf, leaves
 from sdcrun.shim.checkpoints.question import Answer, Questions
 from sdcrun.shim.checkpoints.recognise import Known, Part, parts
 from sdcrun.shim.checkpoints.tables import Comparison, Saved, Table, compare, moving_names, table_of
@@ -94,6 +96,9 @@ class Judge:
             return None
         saved = Saved(found)
         findings = [f for group, known, mine in chosen for f in self._group(saved, group, known, mine)]
+        known_of = {id(group): known for group, known, _ in chosen}
+        if threading.current_thread() is threading.main_thread():
+            findings += [more for f in findings if (more := _buffers(saved, f, known_of[id(f.part.group)]))]
         steps = [finding.step for finding in findings if finding.step is not None]
         group = chosen[0][0]
         return Verdict(saved, findings, max(steps, default=_last_step(group)), group)
@@ -248,9 +253,36 @@ def _wrong(part: Part, comparison: Comparison, saved: Saved, known: Known) -> Fi
         why = f"{named} differ from the vote in a good part of the elements: changed on purpose, most likely"
         return _other(part, why)
     comparison.find_words(saved, part.leaves)
+    source = "the vote" if comparison.table.how == "vote" else "what the ranks hold"
+    return _damaged(part, part.leaves, comparison, comparison.differing, source)
+
+
+def _buffers(saved: Saved, finding: Finding, known: Known) -> Finding | None:
+    """Ranks do not vote on buffers. But where one word of those beside this step's weights is not what this rank holds,
+    the copy is damaged: what moves a buffer (a forward) moves all of it. Not asked in the background, while the
+    training goes on."""
+    part, step = finding.part, _last_step(known.group)
+    if finding.state != PROVISIONAL or finding.step != step:
+        return None
+    held = {
+        name: known.buffers[name] for name, leaf in part.buffers.items()
+        if leaf.tensor.is_floating_point() and known.buffers[name].numel() > 2
+    }  # fmt: skip
+    if not held:
+        return None
+    rows, metas = fingerprint.fingerprints(list(held.values())), map(fingerprint.metadata, held.values())
+    table = table_of("buffers", step, known.group.weights_clock.version, "held", held, rows, metas)
+    mine = {name: part.buffers[name] for name in held}
+    comparison = compare(saved, mine, table)
+    comparison.find_words(saved, mine)
+    wrong = [name for name in comparison.differing if name in comparison.words]
+    return _damaged(part, mine, comparison, wrong, "what this rank holds") if wrong else None
+
+
+def _damaged(part: Part, leaves: dict[str, Leaf], comparison: Comparison, wrong: list[str], source: str) -> Finding:
     table, rows = comparison.table, []
-    for name in comparison.differing:
-        leaf, word = part.leaves[name], comparison.words.get(name)
+    for name in wrong:
+        leaf, word = leaves[name], comparison.words.get(name)
         itemsize = leaf.tensor.element_size()
         rows.append({
             "tensor": name, "name": leaf.name, "dtype": str(leaf.tensor.dtype).removeprefix("torch."),
@@ -261,6 +293,5 @@ def _wrong(part: Part, comparison: Comparison, saved: Saved, known: Known) -> Fi
     first = rows[0]
     where = f", {first['text']}," if first["text"] else ""
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    source = "the vote" if table.how == "vote" else "what the ranks hold"
     reason = f"{part.place}: {first['tensor']}{where}{more} differs from {source} after step {table.step}"
     return Finding(part, WITHHELD, reason, table.step, table.how, rows)
