@@ -273,6 +273,21 @@ def test_functions_that_pathlib_keeps_are_wrapped_as_well(tmp_path, monkeypatch,
     assert accessor.replace.__module__ == "posix"
 
 
+def test_arguments_by_name_and_errors_are_those_of_the_functions_themselves(tmp_path, followers):
+    saved(tmp_path, followers, "x.pt")
+    os.rename(src=tmp_path / "x.pt", dst=tmp_path / "y.pt")
+    shutil.copyfile(src=str(tmp_path / "y.pt"), dst=tmp_path / "z.pt")
+    os.chmod(path=tmp_path / "z.pt", mode=0o600)
+    assert os.path.getsize(filename=tmp_path / "z.pt") == 4
+    os.remove(path=tmp_path / "y.pt")
+    assert sorted(os.listdir(tmp_path)) == ["z.pt", "z.pt.sdc.json"]
+    for call in (os.remove, os.rename, lambda: os.rename("a"), shutil.copy, os.chmod, os.path.getsize):
+        with pytest.raises(TypeError):
+            call()
+    shutil.rmtree(path=tmp_path)
+    assert not tmp_path.exists()
+
+
 def test_other_files_are_none_of_its_business(tmp_path, followers):
     followers.saved(str(tmp_path / "x.pt"), False)
     (tmp_path / "a").write_text("a")

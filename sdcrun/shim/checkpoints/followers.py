@@ -75,8 +75,8 @@ class Followers:
         self._originals.clear()
 
     def _removing(self, original):
-        def remove(path, *args, **kwargs):
-            mine = self._known(path, kwargs)
+        def remove(*args, **kwargs):
+            mine = self._known(_given(args, kwargs, 0, "path"), kwargs)
             if mine is not None and mine in self.withheld:
                 self.withheld.discard(mine)
                 if not os.path.lexists(mine):
@@ -84,7 +84,7 @@ class Followers:
             if mine is not None and self._must_stay(mine):
                 self._put_off.append((remove, mine))
                 return None
-            result = original(path, *args, **kwargs)
+            result = original(*args, **kwargs)
             if mine is not None and mine in self.good:
                 self.good.discard(mine)
                 quietly(unlink, sidecar_of(mine))
@@ -93,12 +93,13 @@ class Followers:
         return remove
 
     def _removing_folder(self, original):
-        def rmtree(path, *args, **kwargs):
-            text = os.path.abspath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
+        def rmtree(*args, **kwargs):
+            path = _given(args, kwargs, 0, "path")
+            text = os.path.abspath(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else None
             if text is not None and kwargs.get("dir_fd") is None and self._must_stay(text):
                 self._put_off.append((rmtree, text))
                 return None
-            return original(path, *args, **kwargs)
+            return original(*args, **kwargs)
 
         return rmtree
 
@@ -115,11 +116,11 @@ class Followers:
     def _asking(self, original):
         name = original.__name__
 
-        def ask(path, *args, **kwargs):
-            mine = self._known(path, kwargs)
+        def ask(*args, **kwargs):
+            mine = self._known(_given(args, kwargs, 0, "filename" if name == "getsize" else "path"), kwargs)
             if mine is not None and mine in self.withheld and not os.path.lexists(mine):
-                return original(mine + WITHHELD, *args, **kwargs) if name == "getsize" else None
-            return original(path, *args, **kwargs)
+                return original(mine + WITHHELD) if name == "getsize" else None
+            return original(*args, **kwargs)
 
         return ask
 
@@ -127,20 +128,21 @@ class Followers:
         name = original.__name__
         keeps = name not in ("replace", "rename")
 
-        def move(source, target, *args, **kwargs):
+        def move(*args, **kwargs):
+            source, target = _given(args, kwargs, 0, "src"), _given(args, kwargs, 1, "dst")
             mine = self._known(source, kwargs)
-            if mine is None:
-                result = original(source, target, *args, **kwargs)
+            if mine is None or not isinstance(target, (str, os.PathLike)):
+                result = original(*args, **kwargs)
                 if not keeps:
                     self._folder_moved(source, target)
                 return result
-            goal = os.path.abspath(os.fspath(target))
+            goal = os.path.abspath(os.fsdecode(target))
             if os.path.isdir(goal):
                 goal = os.path.join(goal, os.path.basename(mine))
             if mine in self.withheld:
                 self._move_withheld(mine, goal, keeps)
                 return target if name.startswith("copy") else None
-            result = original(source, target, *args, **kwargs)
+            result = original(*args, **kwargs)
             if name in ("copy", "copy2"):
                 return result  # the copyfile inside has seen to the sidecar
             quietly(_copyfile if keeps else replace, sidecar_of(mine), sidecar_of(goal))
@@ -168,9 +170,9 @@ class Followers:
 
     def _folder_moved(self, source, target) -> None:
         """A folder with checkpoints in it has been renamed: its sidecars went along."""
-        if not (self.good or self.withheld) or not isinstance(source, (str, os.PathLike)):
+        if not (self.good or self.withheld) or not all(isinstance(p, (str, os.PathLike)) for p in (source, target)):
             return
-        old, new = os.path.abspath(os.fspath(source)) + os.sep, os.path.abspath(os.fspath(target)) + os.sep
+        old, new = os.path.abspath(os.fsdecode(source)) + os.sep, os.path.abspath(os.fsdecode(target)) + os.sep
         for paths, suffix in ((self.good, ""), (self.withheld, WITHHELD)):
             for path in [path for path in paths if path.startswith(old)]:
                 paths.discard(path)
@@ -184,5 +186,10 @@ class Followers:
             return None
         if not isinstance(path, (str, os.PathLike)):
             return None
-        text = os.path.abspath(os.fspath(path))
+        text = os.path.abspath(os.fsdecode(path))
         return text if text in self.good or text in self.withheld else None
+
+
+def _given(args: tuple, kwargs: dict[str, Any], place: int, name: str) -> Any:
+    """An argument that may be given by place or by name; None where it is not."""
+    return args[place] if len(args) > place else kwargs.get(name)
