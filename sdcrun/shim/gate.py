@@ -164,6 +164,7 @@ def ready(runtime, optimizer) -> bool:
 def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
     if group.off_reason is not None:
         return RUN
+    group.weights_clock.let_go(group.config.checkpoint_timeout)
     started = group.clock()
     step = group.step
     guards = [guard for guard in group.guards if guard.window_open and guard.synced]

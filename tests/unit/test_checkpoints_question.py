@@ -54,6 +54,7 @@ class Rank:
     def step(self):
         torch.manual_seed(self.group.step)
         self.module(torch.randn(4, 20)).square().sum().backward()
+        self.group.weights_clock.let_go(5.0)
         self.group.weights_clock.begin()
         self.optimizer.step()
         self.group.weights_clock.written()
@@ -283,6 +284,29 @@ def test_a_rank_that_is_behind_is_waited_for(job):
     late.start()
     assert judged(job)[0] == PROVISIONAL
     late.join()
+
+
+def test_a_save_in_the_background_keeps_its_rank_from_the_next_step_until_the_others_have_answered(job):
+    asked, go, found = threading.Event(), threading.Event(), []
+    ask = job.first.link.ask
+
+    def slowly(*arguments):
+        asked.set()
+        go.wait(30)
+        return ask(*arguments)
+
+    job.first.link.ask = slowly
+    contents = clones(job.first)
+    saving = threading.Thread(target=lambda: found.append(judged(job, contents)[:2]))
+    training = threading.Thread(target=job.step)
+    saving.start()
+    assert asked.wait(30)
+    training.start()
+    training.join(0.2)
+    go.set()
+    training.join(30)
+    saving.join(30)
+    assert found == [(PROVISIONAL, "weights equal what all ranks hold after step 1")] and job.first.group.step == 3
 
 
 def test_ranks_that_have_left(job):

@@ -250,3 +250,12 @@ def test_weights_do_not_change_under_a_reader():
     reader.join(10)
     stepper.join(10)
     assert seen == ["read", "changed"] and clock.version == 1
+
+
+def test_who_keeps_a_version_is_waited_for_once_and_not_for_ever():
+    clock = Clock()
+    clock.let_go(30)
+    with clock.kept():
+        clock.let_go(0.05)
+        clock.let_go(1000)
+    clock.let_go(1000)

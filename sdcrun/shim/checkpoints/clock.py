@@ -7,9 +7,10 @@ link thread may keep the main thread for the length of one reading and nothing m
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Clock:
         self.moment = None
         self._weights = threading.Lock()
         self._turn = threading.Condition()
+        self._keepers = 0
+        self._waited = False
 
     def begin(self) -> None:
         """The main thread is about to change the weights; waits for a reader to finish."""
@@ -48,6 +51,26 @@ class Clock:
             self.version += 1
             self.moving = False
             self._turn.notify_all()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the main thread from the next step for the length of a `with`: it waits in `let_go`, for a while."""
+        with self._turn:
+            self._keepers += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._keepers -= 1
+                self._waited = self._waited and self._keepers > 0
+                self._turn.notify_all()
+
+    def let_go(self, timeout: float) -> None:
+        """The main thread is about to meet the other ranks for the next step, after which none holds this version any
+        more: waits for those who keep it, at most `timeout` seconds, and once for each of them."""
+        if self._keepers and not self._waited:
+            with self._turn:
+                self._waited = not self._turn.wait_for(lambda: not self._keepers, timeout)
 
     def read(self, version: int, timeout: float, reader: Callable[[], T]) -> T:
         """What `reader()` returns while the weights are those of `version` and cannot change. Any thread may call it.

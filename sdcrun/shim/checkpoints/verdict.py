@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections import deque
@@ -87,14 +88,18 @@ class Judge:
         if not found:
             return None
         chosen: list[tuple[Any, Known, list[Part]]] = []
-        for group in self.runtime.groups.values():
-            known = Known(group, self.optimizer_state(group))
-            mine = parts(found, known)
-            if mine:
-                chosen.append((group, known, mine))
-        if not chosen:
-            return None
-        saved = Saved(found)
+        with contextlib.ExitStack() as keeping:
+            for group in self.runtime.groups.values():
+                known = Known(group, self.optimizer_state(group))
+                mine = parts(found, known)
+                if mine:
+                    chosen.append((group, known, mine))
+                    if not any(table.version == group.weights_clock.version for table in self._tables(group)):
+                        # In the background: once this rank goes on, no other can say any more what it held.
+                        keeping.enter_context(group.weights_clock.kept())
+            return self._verdict(Saved(found), chosen) if chosen else None
+
+    def _verdict(self, saved: Saved, chosen: list[tuple[Any, Known, list[Part]]]) -> Verdict:
         findings = [f for group, known, mine in chosen for f in self._group(saved, group, known, mine)]
         known_of = {id(group): known for group, known, _ in chosen}
         if threading.current_thread() is threading.main_thread():
@@ -110,7 +115,7 @@ class Judge:
 
         return (group.weights or WeightVote(group)).optimizer_state()
 
-    def _tables(self, group, kind: str) -> list[Table]:
+    def _tables(self, group, kind: str = "weights") -> list[Table]:
         """All tables of a kind that ranks agreed on, the newest version first."""
         voted = group.weights.tables() if group.weights is not None else []
         known = [table for table in (*voted, *self._answers.get(id(group), ())) if table.kind == kind]
