@@ -7,6 +7,7 @@ script's options from torchrun's, so a launch is taken apart by `sdcrun.args`.
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,10 @@ shell completion: sdcrun --install-completion [bash|zsh|fish]"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `sdcrun` with `argv` (default: the process's); returns the exit code."""
     tokens = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        # Where a terminal has no "·", it shows "?"; that is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return dispatch(tokens)
     except UsageError as error:

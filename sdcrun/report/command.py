@@ -115,8 +115,11 @@ def _commands(data: dict[str, Any], platform: str) -> str:
 def _put(text: str, output: str | None) -> None:
     if output is None or output == "-":
         sys.stdout.write(text)
-    else:
+        return
+    try:
         store.replace_file(output, text)
+    except OSError as error:
+        raise JobError(f"-o {output}: cannot be written: {error.strerror or error}") from None
 
 
 def complain(text: str) -> None:

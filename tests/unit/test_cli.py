@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -88,6 +89,18 @@ def test_one_line_and_exit_2(folder, capsys, tokens, said):
     assert captured.err.count("\n") == 1 and captured.err.startswith("[sdcrun] error: ")
     assert said in captured.err
     assert not (folder / "sdcrun_jobs").exists()
+
+
+def test_a_terminal_without_our_signs_and_a_folder_that_is_not_there(tmp_path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/events.jsonl").write_bytes(b"".join(map(encode_event, healthy().events)))
+    command = [sys.executable, "-m", "sdcrun.cli", "report", str(tmp_path / "job")]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert shown.returncode == 0 and shown.stdout.startswith("sdcrun report ? job job ? finished"), shown.stderr
+    shown = subprocess.run([*command, "-o", "nosuch/report.txt"], env=environ, capture_output=True, text=True)
+    assert shown.returncode == 2
+    assert shown.stderr == "[sdcrun] error: -o nosuch/report.txt: cannot be written: No such file or directory\n"
 
 
 def test_faults_can_be_listed(capsys):
