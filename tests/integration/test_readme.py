@@ -3,6 +3,7 @@ a cluster, taken apart."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -15,11 +16,11 @@ from sdcrun.runner import plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import readme  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 TEXT = readme.README.read_text()
 BLOCKS = [(kind, command, content) for _, kind, command, content, _ in readme.BLOCK.findall(TEXT)]
 RUN = [block for block in BLOCKS if block[0] in ("output", "table")]
+# Blocks for which nothing is launched.
+LIGHT = ("sdcrun --help", "sdcrun --inject-fault help")
 COMMANDS = readme.fenced_commands(TEXT)
 LOCAL = [command for cluster, command in COMMANDS if not cluster]
 CLUSTER = [command for cluster, command in COMMANDS if cluster]
@@ -32,12 +33,18 @@ def scratch(tmp_path_factory):
     return readme.Scratch(tmp_path_factory.mktemp("readme"))
 
 
-@pytest.mark.parametrize(("kind", "command", "content"), RUN, ids=[command for _, command, _ in RUN])
+def weighed(block):
+    light = block[0] == "table" or block[1] in LIGHT
+    return pytest.param(*block, id=block[1], marks=() if light else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "command", "content"), [weighed(block) for block in RUN])
 def test_block_is_what_its_command_prints(kind, command, content, scratch):
     assert content.strip(), f"empty; make readme fills it: {command}"
     assert not (changed := readme.changes(content, readme.produced(kind, command, scratch))), changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in LOCAL if command not in ELSEWHERE])
 def test_command_works(command, scratch):
     """These come after the blocks, which leave jobs to report on."""
@@ -49,6 +56,8 @@ def test_command_works(command, scratch):
 def test_command_for_a_cluster_is_one(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
+    for name, value in {"SLURM_NNODES": "4", "SLURM_JOB_ID": "7", "head": "node0"}.items():
+        monkeypatch.setenv(name, value)
     tokens = shlex.split(command)
     if tokens[0] == "sbatch":
         assert (readme.ROOT / tokens[1]).is_file()
@@ -56,7 +65,7 @@ def test_command_for_a_cluster_is_one(command, tmp_path, monkeypatch):
     tokens = tokens[tokens[0] == "srun" :]
     assert tokens[0] in ("sdcrun", "torchrun") and tokens[1] not in cli.SUBCOMMANDS
     table = optiontable.read()
-    line = args.split([token.replace("$SLURM_NNODES", "4") for token in tokens[1:]], table)
+    line = args.split([os.path.expandvars(token) for token in tokens[1:]], table)
     assert plan.make(line, table, {}).local_nodes == 1 and line.script == "train.py"
 
 
