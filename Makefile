@@ -9,7 +9,7 @@ FAULT := weight:rank=2,step=20,kind=bitflip,bit=27
 # Several ranks share this machine: one thread each, as torchrun itself sets it for several ranks of one node.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint readme bench bench-full matrix clean
+.PHONY: demo test test-all lint readme bench bench-full matrix soak campaign clean
 
 demo: $(STAMP)
 	$(BIN)/sdcrun --sdc-dir $(DEMO) --sdc-job demo --nnodes 4 --inject-fault $(FAULT) examples/train_gpt.py --steps 40
@@ -40,9 +40,15 @@ bench: $(STAMP)
 bench-full: $(STAMP)
 	$(BIN)/python tests/bench/run.py --full
 
-# Each training loop alone, on three and four ranks, clean and with each fault.
+# Each training loop alone, on three and four ranks, clean and with each fault; every idiom and fault of the audit too.
 matrix: $(STAMP)
 	$(BIN)/python -m pytest tests/integration/matrix.py
+	SDCRUN_MATRIX=1 $(BIN)/python -m pytest tests/integration/test_replay_idioms.py tests/integration/test_replay_faults.py
+
+# ROUNDS audits and weight votes of healthy programs, as many launches as it takes; goes on where it was stopped.
+ROUNDS ?= 1000
+soak: $(STAMP)
+	$(BIN)/python tests/soak/soak.py $(ROUNDS)
 
 # Every fault of the matrix on the GPT example, and the table of what was caught.
 campaign: $(STAMP)

@@ -67,6 +67,8 @@ EVENT_SCHEMA = 1
 REPORT_SCHEMA = 1
 
 CHECKS = ("nonfinite", "replay", "weights")
+# Where sdcrun's own time in a rank goes, in the order of a step; `capture` is what is kept in case of an audit.
+PARTS = ("capture", "hook", "ballot", "ship", "replay", "compare", "vote", "events")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from sdcrun.core.ledger import ACCUSING, Entry, as_of, confirmed_at
 from sdcrun.core.roster import Attempt
 from sdcrun.core.smoke import fault_rows
 from sdcrun.core.state import State
-from sdcrun.core.types import CHECKS, REPORT_SCHEMA, Config, Device, Event, Finding, Verdict
+from sdcrun.core.types import CHECKS, PARTS, REPORT_SCHEMA, Config, Device, Event, Finding, Verdict
 from sdcrun.report.limits import limits
 from sdcrun.report.radius import blast_radius
 
@@ -157,20 +157,26 @@ def _checks(state: State, attempt: Attempt | None) -> dict[str, dict[str, Any]]:
 def _overhead(state: State) -> dict[str, Any]:
     """Time of checks in per cent of all training time, over all ranks and attempts; None before anything was measured.
 
+    `by_check` is the whole of it; `by_part` says where it goes, as far as the parts are counted on their own.
     A rank in several groups trains once: its longest time counts, and the sum of what its groups spent.
     """
-    spent, trained = dict.fromkeys(CHECKS, 0.0), 0.0
+    spent, parts, trained = dict.fromkeys(CHECKS, 0.0), dict.fromkeys(PARTS, 0.0), 0.0
     for attempt in state.roster.attempts.values():
         ranks: dict[tuple[int, str], float] = {}
         for (rank, session, _), row in attempt.summaries.items():
             ranks[rank, session] = max(row["train_seconds"], ranks.get((rank, session), 0.0))
             for check in CHECKS:
                 spent[check] += row["checks"].get(check, {}).get("seconds", 0)
+            for part in PARTS:
+                parts[part] += row["parts"].get(part, 0.0)
         trained += sum(ranks.values())
     if trained <= 0:
-        return {"percent_of_step_time": None, "by_check": dict.fromkeys(CHECKS)}
-    by_check = {check: round(100 * seconds / trained, 3) for check, seconds in spent.items()}
-    return {"percent_of_step_time": round(100 * sum(spent.values()) / trained, 3), "by_check": by_check}
+        return {"percent_of_step_time": None, "by_check": dict.fromkeys(CHECKS), "by_part": dict.fromkeys(PARTS)}
+    return {
+        "percent_of_step_time": round(100 * sum(spent.values()) / trained, 3),
+        "by_check": {check: round(100 * seconds / trained, 3) for check, seconds in spent.items()},
+        "by_part": {part: round(100 * seconds / trained, 3) for part, seconds in parts.items()},
+    }
 
 
 def _finding_rows(state: State, strikes: dict[str, list[tuple[int, int]]]) -> list[dict[str, Any]]:

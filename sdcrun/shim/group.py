@@ -178,7 +178,9 @@ class GuardGroup:
 
     def emit(self, kind: str, data: dict) -> None:
         """Sends an event of this rank."""
+        started = self.clock()
         self.runtime.emit(kind, data)
+        self.spend("events", self.clock() - started)
 
     def all_reduce_max(self, words: list[int]) -> list[int]:
         """MAX over the group of eight int64. Raises BallotFailed when it does not end in time."""

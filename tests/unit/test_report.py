@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from sdcrun.core import decide
 from sdcrun.core.codec import encode_event
 from sdcrun.core.types import Config
+from sdcrun.core.types import PARTS, Config
 from sdcrun.report import build, command, handoff, store
 from sdcrun.report.render import json as render_json
 from sdcrun.report.render import text as render_text
@@ -100,8 +101,10 @@ def test_a_healthy_job():
     assert report["status"] == "finished" and report["exit_code"] == 0 and report["attempts"] == 1
     assert report["guarded_ranks"] == report["world_size"] == 4 and report["unguarded"] == []
     assert report["steps"] == {"seen": 100, "committed": 100, "skipped": 0}
-    assert report["overhead"] == {"percent_of_step_time": 1.0,
-                                  "by_check": {"nonfinite": 0.5, "replay": 0.0, "weights": 0.5}}  # fmt: skip
+    overhead = report["overhead"]
+    assert overhead["percent_of_step_time"] == 1.0
+    assert overhead["by_check"] == {"nonfinite": 0.5, "replay": 0.0, "weights": 0.5}
+    assert overhead["by_part"] == dict.fromkeys(PARTS, 0.0) | {"ballot": 0.1}
     assert report["findings"] == report["suspects"] == report["injected"] == []
     assert report["checks"]["replay"]["off_reason"] and report["checks"]["weights"]["off_reason"] is None
     assert not unexplained(report) and headline(report)[0] == "good"

@@ -7,7 +7,6 @@ rank cannot do becomes a declined comparison, so that local trouble never breaks
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -167,7 +166,7 @@ class Rounds:
 
     def _ship(self, routes: dict[int, list[int]]) -> list[int]:
         """Sends micro-batches along owner -> ranks; returns the owners whose case this rank must compute now."""
-        started = time.perf_counter()
+        started = self.group.clock()
         me = self.group.rank
         receivers = [rank for rank in routes.get(me, []) if rank != me]
         data = b"" if isinstance(self.mine, str) or not receivers else self.mine.dumps()
@@ -180,12 +179,12 @@ class Rounds:
                 self.parcels[owner] = Parcel.loads(blob)
             except Exception as error:
                 self.parcels[owner] = f"the micro-batch did not arrive whole: {error}"
-        self.seconds["ship"] += time.perf_counter() - started
+        self.seconds["ship"] += self.group.clock() - started
         return [owner for owner in owners if self.parcels[owner] != ""]
 
     def _compute(self, owner: int, role: str) -> Comparison:
         """This rank's opinion on a micro-batch that it holds."""
-        started = time.perf_counter()
+        started = self.group.clock()
         parcel = self.parcels.get(owner, "the micro-batch is not here")
         ranks = self.group.ranks
         if isinstance(parcel, str):
@@ -201,15 +200,15 @@ class Rounds:
             result = f"the replay failed: {type(error).__name__}: {error}"
         if role == OWN and isinstance(result, Result):
             self.unstable.update(differing_names(parcel.expected, result.table, self.excluded))
-        self.seconds["replay"] += time.perf_counter() - started
+        self.seconds["replay"] += self.group.clock() - started
         return compare(ranks[owner], ranks[self.group.rank], role, parcel, result, self.excluded, self.name)
 
     def gather(self, statement: dict[str, Any]) -> list[dict[str, Any]]:
-        started = time.perf_counter()
+        started = self.group.clock()
         self._tag += 1
         payload = json.dumps(statement).encode()
         said = [json.loads(part) for part in self.group.exchange.gather(payload, self._tag, self._limit)]
-        self.seconds["compare"] += time.perf_counter() - started
+        self.seconds["compare"] += self.group.clock() - started
         return said
 
     def _more(self, audit: Audit, mine: list[Comparison]) -> Audit:

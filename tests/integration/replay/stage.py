@@ -6,6 +6,7 @@ It lets the replay audit be tested by itself, with the real process groups, exch
 from __future__ import annotations
 
 import datetime
+import time
 from types import SimpleNamespace
 
 import torch
@@ -48,6 +49,7 @@ class Stage:
         store = dist.PrefixStore("stage/", dist.distributed_c10d._get_default_store())
         self.pg = dist.ProcessGroupGloo(store, self.rank, self.size, datetime.timedelta(seconds=60))
         self.exchange = Exchange(self.pg, self.rank, self.size, 60.0)
+        self.clock = time.thread_time
         self.nodes = list(range(self.size))
         self.devices = [("cpu",)] * self.size
         self.config = Config(replay_repeats=repeats)
