@@ -12,7 +12,6 @@ from jsonschema import Draft202012Validator
 
 from sdcrun.core import decide
 from sdcrun.core.codec import encode_event
-from sdcrun.core.types import Config
 from sdcrun.core.types import PARTS, Config
 from sdcrun.report import build, command, handoff, store
 from sdcrun.report.render import json as render_json

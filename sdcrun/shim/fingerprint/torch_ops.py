@@ -4,6 +4,9 @@
 chunk (most tensors, and the tail of every other one) is gathered into one int64 area of rows of 1,024 words and
 reduced in one go; the mixing at the end is done for all chunks of all tensors together. Widening first is a must:
 torch has no integer reduction that reads 32-bit words without making a copy of them twice as large.
+
+A loop compiled by numba was measured against this on one thread: 1.2 times as fast from 40 M words on, 1.5 at 4 M. Not
+enough for a dependency in the user's process.
 """
 
 from __future__ import annotations
