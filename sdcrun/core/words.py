@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
+import signal
 import unicodedata
 from collections.abc import Iterable
 from datetime import datetime, timezone
@@ -92,6 +93,18 @@ def device(one: Device) -> str:
 def lines_to_paste(job_id: str) -> str:
     """The command that prints the lines which take a node out of service."""
     return f"{report_command(job_id)} --commands slurm|kubernetes|hyperpod|gcloud"
+
+
+def ended(code: Any) -> str:
+    """An exit code as Python gives it (negative for a signal), in words."""
+    if not isinstance(code, int) or code >= 0:
+        return f"exit code {clean(code, 20)}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (often the kernel's out-of-memory killer)" if code == -signal.SIGKILL else ""
+    return f"killed by {name}{hint}"
 
 
 def choice(given: str, known: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from sdcrun.report.limits import limits
 from sdcrun.report.radius import blast_radius
 
 MAX_EVIDENCE = 32
+MAX_LOST = 64
 ORDER = {Verdict.CONFIRMED: 0, Verdict.SUSPECT: 1}
 
 
@@ -57,6 +58,7 @@ def build(state: State, job: dict[str, Any] | None = None, notes: Iterable[str] 
         "overhead": _overhead(state),
         "findings": _finding_rows(state, strikes),
         "suspects": suspects,
+        "lost": _lost(state),
         "injected": [
             {
                 "spec": row.spec,
@@ -82,6 +84,22 @@ def _exit_code(state: State) -> int | None:
     """The job's exit code of all that its supervisors said: sdcrun's own codes first, then any failure, then 0."""
     codes = [end["exit_code"] for end in state.ends.values() if end["exit_code"] is not None]
     return min(codes, key=lambda code: (code not in (86, 87, 88), code == 0, code)) if codes else None
+
+
+def _lost(state: State) -> list[dict[str, Any]]:
+    """Ranks that failed, in the order in which they did, as their supervisors said."""
+
+    def when(row: dict[str, Any]) -> float:
+        return row["at"] if isinstance(row.get("at"), (int, float)) else row["time"]
+
+    def number(value: Any) -> int | None:
+        return value if type(value) is int else None
+
+    return [
+        {"rank": number(row.get("rank")), "node": number(row.get("node")), "exit": number(row.get("exit")),
+         "text": words.clean(row.get("text") or "")}
+        for row in sorted(state.lost, key=when)[:MAX_LOST]
+    ]  # fmt: skip
 
 
 def _command(state: State, job: dict[str, Any]) -> list[str]:

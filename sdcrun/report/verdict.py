@@ -136,6 +136,18 @@ def _devices(suspects: list[dict[str, Any]]) -> str:
     return f"{', '.join(named)}{more}"
 
 
+def failed(report: dict[str, Any]) -> str | None:
+    """The first rank that failed by itself, and how; None when none did."""
+    rows = report["lost"]
+    if not rows:
+        return None
+    first = rows[0]
+    who = f"node {first['node']}" if first["rank"] is None else f"rank {first['rank']}"
+    about = f" ({first['text']})" if first["text"] else ""
+    more = f"; {len(rows) - 1} more after it" if len(rows) > 1 else ""
+    return f"first {who}{about}: {words.ended(first['exit'])}{more}"
+
+
 def spread(report: dict[str, Any]) -> str | None:
     """Which steps may hold errors of the suspects; None without suspects."""
     first = report["blast_radius"]["first_unverified_step"]

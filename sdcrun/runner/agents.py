@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from sdcrun.core import words
 from sdcrun.runner import environment, localnodes
 from sdcrun.runner.children import Child, Children
 from sdcrun.runner.plan import Plan
@@ -221,16 +222,4 @@ class Agents:
         """Say which rank failed first, and what its exit code means."""
         if self.failures:
             first = min(self.failures, key=lambda row: row["at"])
-            self.voice.say(f"first rank that failed: {first['rank']} ({first['text']}), {meaning(first['exit'])}")
-
-
-def meaning(code: int) -> str:
-    """An exit code as Python gives it (negative for a signal), in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (often the kernel's out-of-memory killer)" if code == -signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
+            self.voice.say(f"first rank that failed: {first['rank']} ({first['text']}), {words.ended(first['exit'])}")

@@ -157,3 +157,17 @@ def test_how_far_errors_may_have_spread():
     for view in (render_text.render(report_of(job)), " ".join(Page(page_of(job)).texts)):
         assert said in " ".join(view.split())
     assert verdict.spread(report_of(healthy())) is None
+
+
+def test_who_failed_first_is_said():
+    job = job_with(lambda job: job.summaries(5))
+    for rank, code, at in ((1, 1, 20.0), (2, -9, 10.0), (None, "x", None)):
+        row = {"rank": rank, "node": 0, "exit": code, "text": f"local rank {rank}, pid 7", "at": at}
+        job.emit("worker_lost", "node:gpu:7", row)
+    job.end(1)
+    report = report_of(job)
+    said = "first rank 2 (local rank 2, pid 7): killed by SIGKILL (often the kernel's out-of-memory killer); 2 more"
+    assert verdict.failed(report).startswith(said)
+    for view in (render_text.render(report), " ".join(Page(page_of(job)).texts)):
+        assert f"failed {said}" in " ".join(view.split())
+    assert verdict.failed(report_of(healthy())) is None

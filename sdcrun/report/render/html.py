@@ -17,7 +17,7 @@ from sdcrun.core.state import State
 from sdcrun.core.types import Device
 from sdcrun.report import picture
 from sdcrun.report.answers import answers
-from sdcrun.report.verdict import caught_by, counts, headline, how_sure, named, outcome, spread
+from sdcrun.report.verdict import caught_by, counts, failed, headline, how_sure, named, outcome, spread
 
 # Up to so many nodes a rank is so many pixels wide: all of a large job is to be seen at once.
 CELLS = ((picture.NO_LABELS_ABOVE, 20), (512, 12), (1 << 60, 6))
@@ -38,6 +38,7 @@ def render(report: dict[str, Any], state: State) -> str:
         answers=answers(report),
         counts=counts(report),
         spread=spread(report),
+        failed=failed(report),
         nodes=[_drawn(node) for node in nodes],
         labels=len(nodes) <= picture.NO_LABELS_ABOVE,
         cell=next(size for most, size in CELLS if len(nodes) <= most),

@@ -19,7 +19,7 @@ from sdcrun.core import words
 from sdcrun.core.roster import MAX_PEERS
 from sdcrun.core.types import Device
 from sdcrun.report.answers import answers
-from sdcrun.report.verdict import LEVEL_STYLES, caught_by, counts, headline, how_sure, named, outcome, spread
+from sdcrun.report.verdict import LEVEL_STYLES, caught_by, counts, failed, headline, how_sure, named, outcome, spread
 
 PLAIN_WIDTH = 100
 MAX_BLOCKS = 20
@@ -94,7 +94,8 @@ def _grid(rows: list[tuple[Text, ...]], last_wraps: bool = True) -> Table:
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     where = f"{words.count(report['world_size'], 'rank')} on {words.count(report['nnodes'], 'node')}"
-    facts = [("stopped", report["stopped_because"])] if report["stopped_because"] else []
+    ends = (("stopped", report["stopped_because"]), ("failed", failed(report)))
+    facts = [(name, text) for name, text in ends if text]
     facts += [
         ("job", f"{where}, {report['guarded_ranks']} guarded, {words.count(report['attempts'], 'attempt')}"),
         ("steps", counts(report)),
@@ -104,8 +105,8 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     tested = report.get("selftest")
     if tested:
-        failed = "; ".join(f"FAILED on rank {row['rank']}: {row['check']}" for row in tested["failed"][:4])
-        facts.append(("self-test", failed or f"passed on {words.count(tested['ranks'], 'rank')}: "
+        broken = "; ".join(f"FAILED on rank {row['rank']}: {row['check']}" for row in tested["failed"][:4])
+        facts.append(("self-test", broken or f"passed on {words.count(tested['ranks'], 'rank')}: "
                                             f"{', '.join(tested['checks'])}"))  # fmt: skip
     if report["command"]:
         facts.append(("command", words.clean(" ".join(report["command"]), 400)))
