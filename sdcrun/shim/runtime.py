@@ -103,7 +103,7 @@ class Runtime:
     # -- guards -------------------------------------------------------------------------------------------------
 
     def claim(self, ddp) -> None:
-        """Called at the end of DDP.__init__ on every rank of its process group: makes the guard of this module."""
+        """Called in DDP.__init__ on every rank of its process group, once it has a reducer: makes its guard."""
         if not self.active or os.environ.get(boot.OWNER, str(os.getpid())) != str(os.getpid()):
             return
         meeting = Rendezvous(dist.distributed_c10d._get_default_store(), self.config.arm_timeout)

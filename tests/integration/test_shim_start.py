@@ -64,7 +64,7 @@ def test_chains_to_the_hidden_sitecustomize(tmp_path):
 
 def test_hidden_sitecustomize_may_import_torch_or_raise(tmp_path):
     body = "from torch.nn.parallel import DistributedDataParallel as D; import torch\n"
-    body += "import builtins; builtins.name = D.__init__.__code__.co_filename\nraise ValueError('theirs')\n"
+    body += "import builtins; builtins.name = D._ddp_init_helper.__code__.co_filename\nraise ValueError('theirs')\n"
     (tmp_path / "sitecustomize.py").write_text(body)
     state, errors = python(REPORT + "state['name'] = name; print(json.dumps(state))", env=RANK, paths=[tmp_path])
     assert state["name"].endswith("patches/ddp.py")
@@ -82,7 +82,7 @@ def test_patches_keep_signatures_identities_and_the_loader():
         "forward": str(inspect.signature(D.forward)),
         "adamw": "fused" in inspect.signature(torch.optim.AdamW).parameters,
         "backward": list(inspect.signature(torch.autograd.backward).parameters)[:3],
-        "patched": D.__init__.__code__.co_filename,
+        "patched": D._ddp_init_helper.__code__.co_filename,
         "loader": "exec_module" in vars(torch.__spec__.loader),
         "numpy": "numpy" in __import__("sys").modules,
     }))

@@ -147,22 +147,24 @@ def _register(ddp, cell: Cell) -> None:
 
 def install(runtime) -> None:
     """Lays the patches; `undo()` takes them off."""
-    original_init = DDP.__init__
+    original_helper = DDP._ddp_init_helper
     original_run = DDP._run_ddp_forward
     original_forward = DDP.forward
     original_register = DDP.register_comm_hook
     original_builtin = DDP._register_builtin_comm_hook
     original_notify = Join.notify_join_context
     _originals.update(
-        __init__=original_init, _run_ddp_forward=original_run, forward=original_forward,
+        _ddp_init_helper=original_helper, _run_ddp_forward=original_run, forward=original_forward,
         register_comm_hook=original_register, _register_builtin_comm_hook=original_builtin, notify=original_notify,
     )  # fmt: skip
 
-    @functools.wraps(original_init)
-    def __init__(self, *args, **kwargs):
-        original_init(self, *args, **kwargs)
-        if not runtime.active:
-            return
+    # Not the constructor itself: its warnings must point at the script's line, not at ours. By now it has checked the
+    # module and sent the weights out, on all ranks.
+    @functools.wraps(original_helper)
+    def _ddp_init_helper(self, *args, **kwargs):
+        original_helper(self, *args, **kwargs)
+        if not runtime.active or hasattr(self, "_lazy_init_ran"):
+            return  # inert, or a copy that is unpickled: not every rank does that
         try:
             runtime.claim(self)
             cell_of(self).guard = runtime.guards.get(self)
@@ -233,7 +235,7 @@ def install(runtime) -> None:
     begin = torch._disable_dynamo(gate.quiet(opening))
     end = torch._disable_dynamo(gate.quiet(lambda ddp, token, output: gate.forward_ends(runtime, token, output)))
     left = torch._disable_dynamo(gate.quiet(lambda ddp, output: gate.forward_left(runtime, ddp, output)))
-    DDP.__init__ = __init__
+    DDP._ddp_init_helper = _ddp_init_helper
     DDP._run_ddp_forward = torch._disable_dynamo(_run_ddp_forward, recursive=False)
     DDP.forward = torch._disable_dynamo(forward, recursive=False)
     DDP.register_comm_hook = register_comm_hook
@@ -243,9 +245,9 @@ def install(runtime) -> None:
 
 def undo() -> None:
     """Restores what `install` replaced."""
-    for name in ("__init__", "_run_ddp_forward", "forward", "register_comm_hook", "_register_builtin_comm_hook"):
-        setattr(DDP, name, _originals[name])
-    Join.notify_join_context = staticmethod(_originals["notify"])
+    Join.notify_join_context = staticmethod(_originals.pop("notify"))
+    for name, original in _originals.items():
+        setattr(DDP, name, original)
 
 
 def _allreduce(ddp, bucket):
