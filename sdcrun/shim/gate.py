@@ -75,9 +75,9 @@ def forward_begins(runtime, guard, ddp, inputs, kwargs, register):
         runtime.recording = runtime.recording or audit
         if group.auditor is not None:
             group.auditor.window_opens(group.step, audit)
+    if runtime.injector is not None:
+        runtime.injector.forward_begins(guard, group.step)
     if not guard.window_open:
-        if runtime.injector is not None:
-            runtime.injector.buffer(guard, group.step)
         guard.open_window()
         guard.buffers_synced = ddp.will_sync_module_buffers()
     token = None
@@ -91,6 +91,8 @@ def forward_ends(runtime, token, output) -> None:
     """The module's forward has returned."""
     guard, inner = token
     guard.token = inner
+    if runtime.injector is not None:
+        runtime.injector.forward_ends()
     if guard.group.auditor is not None and inner is not None:
         guard.group.auditor.after_forward(guard, inner, output)
 
@@ -333,12 +335,13 @@ def moment(optimizer):
 
 def after_step(runtime, optimizer) -> None:
     """An outermost `optimizer.step` that was let through has returned: faults for tests, then the vote if it is due."""
-    for group in {id(guard.group): guard.group for guard in runtime.guards_of(optimizer)}.values():
+    guards = runtime.guards_of(optimizer)
+    for group in {id(guard.group): guard.group for guard in guards}.values():
         if group.off_reason is not None or group.window_open:
             continue
         group.calls += 1
         if runtime.injector is not None:
-            for guard in group.guards:
+            for guard in (guard for guard in guards if guard.group is group):
                 runtime.injector.optimizer(guard, optimizer, group.last_step)
                 runtime.injector.weight(guard, group.last_step)
         if group.vote_step is not None and group.calls >= group.calls_last:

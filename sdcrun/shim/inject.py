@@ -21,6 +21,7 @@ import weakref
 
 import torch
 
+from sdcrun.shim.inject_aim import farthest
 from sdcrun.shim.inject_base import Fault, Faults
 from sdcrun.shim.inject_hooks import (
     Saving,
@@ -37,9 +38,15 @@ from sdcrun.shim.inject_values import takes
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.state import keep_in_replay, mark, replaying
 
+IN_BACKWARD = ("gradient", "reduced", "allreduce", "loss")
+
 
 class Injector(Faults):
     """The faults of this rank at their sites; guards are attached as DDP makes them."""
+
+    def __init__(self, runtime) -> None:
+        super().__init__(runtime)
+        self._inside: weakref.ref | None = None
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -50,33 +57,58 @@ class Injector(Faults):
         if guard.group not in self.groups:
             self.groups.append(guard.group)
         for fault in self.faults:
-            if fault.guard is not None and fault.guard() is not None:
+            if any(other.group is not guard.group for other in fault.guards):
                 continue
             site = fault.spec.site
-            names = _names(guard, site)
-            fault.known = names or fault.known
-            fault.names = matching(names, fault.spec.tensor) if names else []
-            if not fault.names and site not in ("optimizer", "loss", "input", "checkpoint"):
+            known = _names(guard, site)
+            fault.known = known or fault.known
+            names = matching(known, fault.spec.tensor) if known else []
+            if not names and site not in ("optimizer", "loss", "input", "checkpoint"):
                 continue
-            fault.guard = weakref.ref(guard)
+            fault.bind(guard, names)
             if site in ("activation", "saved"):
                 self._hook_modules(fault, guard)
             elif site == "gradient":
                 self._hook_gradients(fault, guard)
             elif site == "input" and self._mine(fault):
-                guard.ddp.register_forward_pre_hook(self._input_hook(fault, fault.guard), with_kwargs=True)
-            if site in ("gradient", "loss") and self not in autograd.observers:
+                guard.ddp.register_forward_pre_hook(self._input_hook(fault, weakref.ref(guard)), with_kwargs=True)
+            if site in IN_BACKWARD and self not in autograd.observers:
                 autograd.observers.insert(0, self)
+
+    # -- which module -------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, guard, step: int) -> None:
+        """A training forward of `guard` in window `step`, after DDP's sync of the buffers and before they are
+        remembered."""
+        self._inside = weakref.ref(guard)
+        for fault in self.faults:
+            if guard in fault.places:
+                fault.aim.forward(guard, step)
+        self._buffer(guard, step)
+
+    def forward_ends(self) -> None:
+        """The forward has returned."""
+        self._inside = None
+
+    def _live(self, guard) -> bool:
+        """Whether what this module computes now belongs to its window: a forward without gradient does not, unless it
+        is a part of a training forward that activation checkpointing computes again."""
+        if guard is None or not guard.window_open:
+            return False
+        if replaying():
+            return True
+        inside = self._inside is not None and self._inside() is guard
+        return guard.module.training and (inside or torch.is_grad_enabled())
 
     # -- activation, saved --------------------------------------------------------------------------------------------
 
     def _hook_modules(self, fault: Fault, guard) -> None:
-        modules = dict(guard.module.named_modules())
-        for name in fault.names:
+        modules, reference = dict(guard.module.named_modules()), weakref.ref(guard)
+        for name in fault.places[guard].names:
             if fault.spec.site == "activation":
-                modules[name].register_forward_hook(self._kept(self._activation_hook(fault, fault.guard, name)))
+                modules[name].register_forward_hook(self._kept(self._activation_hook(fault, reference, name)))
             else:
-                before, after = self._saving_hooks(fault, fault.guard, name)
+                before, after = self._saving_hooks(fault, reference, name)
                 modules[name].register_forward_pre_hook(self._kept(before))
                 modules[name].register_forward_hook(self._kept(after), always_call=True)
 
@@ -87,16 +119,16 @@ class Injector(Faults):
     def _activation_hook(self, fault: Fault, reference, name: str):
         def hook(module, inputs, output):
             guard = reference()
-            if guard is None or not guard.window_open or not (replaying() or guard.module.training):
+            if not self._live(guard) or not fault.falls_on(guard, guard.group.step):
                 return None
             tensor = first_tensor(output, fault.spec.kind)
             if tensor is None:
                 fault.why = fault.why or f"{name} returns no floating-point tensor"
                 return None
-            step = guard.group.step
+            step, place = guard.group.step, fault.places[guard]
             if not replaying():
-                fault.saw(step, name)
-            if not self._active(fault, step) or not fault.choose(step, name, self._rng(fault, step, "tensor")):
+                place.saw(step, name)
+            if not self._active(fault, step) or not place.choose(step, name, self._rng(fault, step, "tensor")):
                 return None
             wrong = self._wrong_copy(fault, guard, tensor, name, step)
             return None if wrong is None else with_tensor(output, tensor, replaced(tensor, wrong))
@@ -110,7 +142,7 @@ class Injector(Faults):
 
         def before(module, inputs):
             guard = reference()
-            live = guard is not None and guard.window_open and (replaying() or guard.module.training)
+            live = self._live(guard) and fault.falls_on(guard, guard.group.step)
             step = guard.group.step if live else -1
             if not live or not self._active(fault, step):
                 stack.append(None)
@@ -118,9 +150,10 @@ class Injector(Faults):
             phase = "replay" if replaying() else "step"
 
             def hit():
+                place = fault.places[guard]
                 if phase == "step":
-                    fault.saw(step, name)
-                if not fault.choose(step, name, self._rng(fault, step, "tensor")):
+                    place.saw(step, name)
+                if not place.choose(step, name, self._rng(fault, step, "tensor")):
                     return None
 
                 def make_wrong(tensor):
@@ -145,20 +178,21 @@ class Injector(Faults):
     # -- gradient -----------------------------------------------------------------------------------------------------
 
     def _hook_gradients(self, fault: Fault, guard) -> None:
+        reference = weakref.ref(guard)
         if self._mine(fault):
-            for name in fault.names:
-                guard.parameters[name].register_hook(self._gradient_hook(fault, fault.guard, name))
-        guard.module.register_forward_pre_hook(self._kept(self._shadow_hook(fault, fault.guard)))
+            for name in fault.places[guard].names:
+                guard.parameters[name].register_hook(self._gradient_hook(fault, reference, name))
+        guard.module.register_forward_pre_hook(self._kept(self._shadow_hook(fault, reference)))
 
     def _gradient_hook(self, fault: Fault, reference, name: str):
         def hook(gradient):
             guard = reference()
-            if guard is None or not guard.window_open:
+            if guard is None or not guard.window_open or not fault.falls_on(guard, guard.group.step):
                 return None
-            step = guard.group.step
+            step, place = guard.group.step, fault.places[guard]
             if not replaying():
-                fault.saw(step, name)
-            if not self._active(fault, step) or not fault.choose(step, name, self._rng(fault, step, "tensor")):
+                place.saw(step, name)
+            if not self._active(fault, step) or not place.choose(step, name, self._rng(fault, step, "tensor")):
                 return None
             wrong = self._wrong_copy(fault, guard, gradient, name, step)
             return None if wrong is None else replaced(gradient, wrong)
@@ -173,7 +207,7 @@ class Injector(Faults):
             if guard is None or not replaying() or not self._active(fault, guard.group.step):
                 return
             for name, parameter in module.named_parameters():
-                if name in fault.names and parameter.requires_grad and not marked(parameter):
+                if name in fault.places[guard].names and parameter.requires_grad and not marked(parameter):
                     parameter.register_hook(self._gradient_hook(fault, reference, name))
                     marked_first(parameter)
 
@@ -182,18 +216,26 @@ class Injector(Faults):
     def around_backward(self, run, tensors, grad_tensors, options: dict):
         """Observer of outermost backwards, the innermost of all: fingerprints of gradients are in place by now, and the
         faults must come before them; the loss is made wrong where the script still reads it."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         for fault in self.faults:
-            guard = fault.guard() if fault.guard is not None else None
-            if guard is None or not guard.window_open or not self._active(fault, guard.group.step):
+            if fault.spec.site not in IN_BACKWARD:
                 continue
-            if fault.spec.site == "gradient":
-                for name in fault.names:
-                    marked_first(guard.parameters[name])
-            elif fault.spec.site == "loss":
-                roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-                root = next((t for t in roots if isinstance(t, torch.Tensor) and takes(t, fault.spec.kind)), None)
-                if root is not None:
-                    self._strike(fault, guard, root, "loss", guard.group.step)
+            if len(fault.places) > 1:
+                owners = {id(p): guard for guard in fault.guards for p in guard.parameters.values()}
+                reached = farthest(roots, owners)
+                if reached is not None:
+                    fault.aim.backward(reached, reached.group.step)
+            for guard in fault.guards:
+                step = guard.group.step
+                if not guard.window_open or not fault.falls_on(guard, step) or not self._active(fault, step):
+                    continue
+                if fault.spec.site == "gradient":
+                    for name in fault.places[guard].names:
+                        marked_first(guard.parameters[name])
+                elif fault.spec.site == "loss":
+                    root = next((t for t in roots if isinstance(t, torch.Tensor) and takes(t, fault.spec.kind)), None)
+                    if root is not None:
+                        self._strike(fault, guard, root, "loss", step)
         return run(tensors, grad_tensors, options)
 
     def gradient(self, guard, bucket) -> None:
@@ -201,10 +243,11 @@ class Injector(Faults):
         are the parameters that DDP reduces in this window: `reduced` and `allreduce` draw among them."""
         step = guard.group.step
         for fault in self._of(guard, "reduced", "allreduce"):
+            place = fault.places[guard]
             for parameter in bucket.parameters():
                 name = guard.names.get(id(parameter), "")
-                if name in fault.names:
-                    fault.saw(step, name)
+                if name in place.names:
+                    place.saw(step, name)
 
     # -- after the local computation ----------------------------------------------------------------------------------
 
@@ -212,27 +255,28 @@ class Injector(Faults):
         """A reduced bucket, as flat as DDP made it; `parameters` lie in it one behind the other."""
         step = guard.group.step
         for fault in self._of(guard, "reduced", "allreduce"):
-            if not self._active(fault, step):
+            if not self._active(fault, step) or not fault.falls_on(guard, step):
                 continue
-            offset = 0
+            offset, place = 0, fault.places[guard]
             flat = tensor.layout is torch.strided and tensor.numel() == sum(p.numel() for p in parameters)
             for parameter in parameters:
                 name = guard.names.get(id(parameter), "")
                 part = tensor.view(-1)[offset : offset + parameter.numel()] if flat else tensor
                 offset += parameter.numel()
-                if name in fault.names and fault.choose(step, name, self._rng(fault, step, "tensor")):
+                if name in place.names and place.choose(step, name, self._rng(fault, step, "tensor")):
                     self._strike(fault, guard, part, name, step)
 
     def weight(self, guard, step: int) -> None:
         """After the update of window `step`."""
         for fault in self._of(guard, "weight"):
-            self._strike_one(fault, guard, {name: guard.parameters[name] for name in fault.names}, step)
+            self._strike_one(fault, guard, {n: guard.parameters[n] for n in fault.places[guard].names}, step)
 
-    def buffer(self, guard, step: int) -> None:
-        """In the first forward of window `step`, after DDP's sync of the buffers and before they are remembered."""
+    def _buffer(self, guard, step: int) -> None:
         for fault in self._of(guard, "buffer"):
-            buffers = dict(guard.module.named_buffers())
-            self._strike_one(fault, guard, {name: buffers[name] for name in fault.names if name in buffers}, step)
+            if fault.falls_on(guard, step):
+                buffers = dict(guard.module.named_buffers())
+                names = [name for name in fault.places[guard].names if name in buffers]
+                self._strike_one(fault, guard, {name: buffers[name] for name in names}, step)
 
     def optimizer(self, guard, optimizer, step: int) -> None:
         """After the update of window `step`; state is named `parameter.key`. Step counters are hit only by name."""
@@ -245,10 +289,10 @@ class Injector(Faults):
                 for key, value in entries.items() if isinstance(value, torch.Tensor)
             }  # fmt: skip
             counted = {name: value for name, value in state.items() if not name.endswith(".step")}
-            fault.known = sorted(state)
-            fault.names = matching(counted, fault.spec.tensor) or matching(state, fault.spec.tensor)
-            if fault.names:
-                self._strike_one(fault, guard, {name: state[name] for name in fault.names}, step)
+            fault.known = sorted(state) or fault.known
+            names = matching(counted, fault.spec.tensor) or matching(state, fault.spec.tensor)
+            if names:
+                self._strike_one(fault, guard, {name: state[name] for name in names}, step)
 
     def _strike_one(self, fault: Fault, guard, tensors: dict[str, torch.Tensor], step: int) -> None:
         """Hits one of `tensors`, drawn among those the kind can hit; once a step, however often it is called (a step of
@@ -272,7 +316,7 @@ class Injector(Faults):
             if guard is None or not guard.module.training or not torch.is_grad_enabled() or guard.group.off_reason:
                 return None
             step = guard.group.step
-            if not self._active(fault, step):
+            if not self._active(fault, step) or not fault.falls_on(guard, step):
                 return None
             found = {_joined(path[1:]): (path, tensor) for path, tensor in named_tensors((args, kwargs))}
             fault.known = sorted(found)
@@ -295,7 +339,7 @@ class Injector(Faults):
         object, or one in which a tensor is a wrong copy. A fault with one step fires at the first save from it on."""
         for fault in self.faults:
             spec = fault.spec
-            if spec.site != "checkpoint" or fault.guard is None or fault.guard() is None:
+            if spec.site != "checkpoint" or not fault.guards:
                 continue
             once = spec.first == spec.last
             due = step >= spec.first and not fault.fired and self._mine(fault) if once else self._active(fault, step)
@@ -308,7 +352,7 @@ class Injector(Faults):
             if names:
                 name = self._rng(fault, step, "tensor").choice(sorted(names))
                 path, tensor = found[name]
-                wrong = self._wrong_copy(fault, fault.guard(), tensor, name, step)
+                wrong = self._wrong_copy(fault, fault.guards[0], tensor, name, step)
                 contents = contents if wrong is None else with_path(contents, path, wrong)
         return contents
 

@@ -12,34 +12,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sdcrun.core import faultspec
 from sdcrun.core.faultspec import FaultSpec
 from sdcrun.shim import identity
+from sdcrun.shim.inject_aim import Aim
 from sdcrun.shim.inject_device import home_of
 from sdcrun.shim.inject_hooks import matching
 from sdcrun.shim.inject_values import strike
 from sdcrun.shim.replay.state import replaying
 
 
-class Fault:
-    """One --inject-fault in this rank.
+class Place:
+    """What a fault may hit in one module. Of several names one is drawn per step among those seen in the module's
+    latest window, so that a parameter the script does not use is not drawn; in a first window it is the first to
+    come."""
 
-    `names`: tensors or modules it may hit, of the one guard it is bound to. Of several, one is drawn per step among
-    those seen in the latest window, so that a parameter the script does not use is not drawn; in a first window it is
-    the first to come. `done`: the latest step of a fault that fires once a step.
-    """
-
-    def __init__(self, position: int, text: str) -> None:
-        self.position, self.spec = position, faultspec.parse(text)
-        self.guard: weakref.ref | None = None
-        self.names: list[str] = []
-        self.known: list[str] = []
-        self.fired = 0
-        self.why = ""
-        self.done = -1
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
         self._window, self._seen, self._used = -1, set(), []
         self._chosen = (-1, "")
-
-    def bound_to(self, guard) -> bool:
-        """Whether this is the guard whose tensors the fault hits."""
-        return self.guard is not None and self.guard() is guard
 
     def saw(self, step: int, name: str) -> None:
         """`name` is in use in the window `step`."""
@@ -53,6 +41,38 @@ class Fault:
             pool = self._used if step == self._window and self._used else [name]
             self._chosen = (step, rng.choice(pool))
         return self._chosen[1] == name
+
+
+class Fault:
+    """One --inject-fault in this rank.
+
+    `places`: the modules that have what it wants, all of one group; in each step it falls on one of them (`aim`).
+    `done`: the latest step of a fault that fires once a step.
+    """
+
+    def __init__(self, position: int, text: str) -> None:
+        self.position, self.spec = position, faultspec.parse(text)
+        self.places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.aim = Aim()
+        self.bound = False
+        self.known: list[str] = []
+        self.fired = 0
+        self.why = ""
+        self.done = -1
+
+    @property
+    def guards(self) -> list:
+        """The guards that are alive, in the order in which the script made their modules."""
+        return list(self.places)
+
+    def bind(self, guard, names: list[str]) -> None:
+        """`guard` is one of those that the fault may fall on."""
+        self.places[guard] = Place(names)
+        self.bound = True
+
+    def falls_on(self, guard, step: int) -> bool:
+        """Whether this is the module that the fault hits in `step`."""
+        return guard in self.places and (len(self.places) == 1 or self.aim.at(guard, step))
 
 
 class Faults:
@@ -100,7 +120,7 @@ class Faults:
         return faultspec.fires(fault.spec, step, *place, *self._drawn(fault, step), self.runtime.config.seed)
 
     def _of(self, guard, *sites: str) -> list[Fault]:
-        return [fault for fault in self.faults if fault.spec.site in sites and fault.bound_to(guard)]
+        return [fault for fault in self.faults if fault.spec.site in sites and guard in fault.places]
 
     # -- firing -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +171,7 @@ class Faults:
             return f"there is no node {spec.node} among {nodes}" if first else None
         if not self._mine(fault) or (spec.rank is None and spec.node is None and not first):
             return None
-        if fault.guard is None or (fault.known and not matching(fault.known, spec.tensor)):
+        if not fault.bound or (fault.known and not matching(fault.known, spec.tensor)):
             known = ", ".join(fault.known[:6]) + (", ..." if len(fault.known) > 6 else "")
             what = "module" if spec.site in ("activation", "saved") else "tensor"
             return f"no {what} is named {spec.tensor!r}; there are {known}" if known else f"there is no {spec.site}"

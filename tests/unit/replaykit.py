@@ -22,11 +22,11 @@ def guard_of(module, name=""):
 class Solo:
     """`with Solo(module) as solo:` records; `solo(x)` is the guarded forward; `solo.parcel()` what would be sent."""
 
-    def __init__(self, *modules, pick=0, before=None):
+    def __init__(self, *modules, pick=0, before=None, onwards=False):
         self.guards = [guard_of(m, f"module{i}" if i else "") for i, m in enumerate(modules)]
         if before is not None:
             self.guards = before.guards
-        self.recorder = Recorder(self.guards, pick, before.recorder if before is not None else None)
+        self.recorder = Recorder(self.guards, pick, before.recorder if before is not None else None, onwards)
 
     def __enter__(self):
         autograd.install()

@@ -74,8 +74,13 @@ class Rank:
             self.injector.attach(self.guard)
 
     def forward(self, x):
+        if self.injector:
+            self.injector.forward_begins(self.guard, self.group.step)
         self.guard.window_open = True
-        return self.ddp(x)
+        output = self.ddp(x)
+        if self.injector:
+            self.injector.forward_ends()
+        return output
 
     def step(self, micro_batches=1):
         """One window as the guard drives it; returns the losses."""
@@ -294,7 +299,7 @@ def test_optimizer_state():
 
 def test_buffer():
     rank = Rank("buffer:rank=0,step=0,tensor=*running_mean,kind=bitflip,bit=30,index=2")
-    rank.injector.buffer(rank.guard, 0)
+    rank.injector.forward_begins(rank.guard, 0)
     assert rank.model.norm.running_mean.tolist() == [0, 0, 2.0, 0, 0, 0, 0, 0]
     assert rank.injected()[0]["tensor"] == "norm.running_mean"
 

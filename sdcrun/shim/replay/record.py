@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
 from sdcrun.shim.replay import modulestate
+from sdcrun.shim.replay.case import Case, Token
 from sdcrun.shim.replay.collect import GradientTable, same_mark, weights_digests, weights_mark
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
@@ -23,30 +25,9 @@ from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Pr
 from sdcrun.shim.replay.tape import Tape, version_of
 
 
-class Token:
-    """What `before_forward` hands to `after_forward`."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.shown: list[torch.Tensor] = []
-        self.collectives: list[int] = []
-        self.opaque: dict = {}
-        self.versions: list[int] = []
-
-
-class Case:
-    """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
-    roots as numbers; `finite`: those and all gradients were; `mark`: of the weights right after it;
-    `uncovered`: modules that got gradients though their forward was not recorded."""
-
-    def __init__(self, program: Program, losses: list[float]) -> None:
-        self.program = program
-        self.losses = losses
-        self.finite = True
-        self.expected: dict[str, tuple[int, int]] = {}
-        self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.mark: tuple | None = None
-        self.uncovered: list[str] = []
+def _made_from(entry: Entry, made: set[Ref]) -> bool:
+    """Everything that the entry uses is made by the program, or comes from outside."""
+    return all(ref[0] != "v" or ref in made for ref in entry.uses)
 
 
 class Recorder:
@@ -73,6 +54,8 @@ class Recorder:
         self._hooks: list = []
         self._compared: list[torch.Tensor] = []
         self._versions: dict[int, list[int]] = {}
+        # Calls with inputs that the script has cut off the graph: the same calls on what the program computes.
+        self._linked: dict[int, Call] = {}
         self.tape = Tape()
         for place in range(len(guards)):
             self._know(place)
@@ -85,11 +68,22 @@ class Recorder:
             self.tape.know(parameter, ("p", place, name))
 
     def _adopt(self, before: Recorder) -> None:
-        entries = before.tape.entries[before._inherited :]
+        entries: list[Entry] = []
+        made: set[Ref] = set()
+        for entry in before.tape.entries[before._inherited :]:
+            # What is computed from values of a still earlier window is not to be had any more.
+            if _made_from(entry, made):
+                entries.append(entry)
+                made.update(entry.outs)
         self.tape.adopt(before.tape, entries)
-        made = {ref for entry in entries for ref in entry.outs}
         self._outputs = [output for output in before._outputs if output[0] in made]
-        self._versions = {id(entry): before._versions[id(entry)] for entry in entries if id(entry) in before._versions}
+        for entry in entries:
+            linked = before._linked.get(id(entry))
+            if linked is not None and _made_from(linked, made):
+                self._linked[id(entry)] = linked
+            for call in (entry, linked):
+                if id(call) in before._versions:
+                    self._versions[id(call)] = before._versions[id(call)]
         self.local.update(before.local)
         self._epoch = before._epoch + 1
 
@@ -111,7 +105,7 @@ class Recorder:
         self._count_caches(module)
         call.epoch = self._epoch
         try:
-            call.blob, call.uses = self._inputs((inputs, kwargs))
+            call.blob, call.uses = self._inputs((inputs, kwargs), token)
         except Exception as error:
             self.tape.hard.append(f"the inputs cannot be shipped: {type(error).__name__}: {error}"[:160])
         for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -132,18 +126,24 @@ class Recorder:
             call.acting = watch.acting
         return token
 
-    def _inputs(self, value: Any) -> tuple[bytes, list[Ref]]:
-        """Arguments of a call. A tensor without gradient enters by value, whatever its history."""
+    def _inputs(self, value: Any, token: Token) -> tuple[bytes, list[Ref]]:
+        """Arguments of a call. A tensor without gradient enters by value, whatever its history; `token` gets them as
+        the program computes them, where it does."""
         uses: list[Ref] = []
+        computed: list[Ref] = []
 
         def refer(tensor: torch.Tensor) -> Ref:
             known = self.tape.known(tensor)
-            if known is None or (known[0] == "v" and not tensor.requires_grad):
-                known = self.tape.by_value(tensor)
-            uses.append(known)
-            return known
+            cut = known is None or (known[0] == "v" and not tensor.requires_grad)
+            uses.append(self.tape.by_value(tensor) if cut else known)
+            computed.append(known or uses[-1])
+            return uses[-1]
 
-        return dumps(value, refer), uses
+        blob = dumps(value, refer)
+        if computed != uses:
+            following = iter(computed)
+            token.linked = dumps(value, lambda _: next(following)), computed
+        return blob, uses
 
     def _frozen(self, tensor: torch.Tensor, call: Call) -> Ref:
         known = self.tape.known(tensor)
@@ -193,6 +193,10 @@ class Recorder:
             if tensor.grad_fn is not None:
                 self._outputs.append((ref, tensor, version_of(tensor), tensor.grad_fn, tensor.output_nr))
         tape.entries.append(call)
+        if token.linked is not None:
+            blob, computed = token.linked
+            linked = replace(call, blob=blob, uses=[*computed, *call.uses[len(computed) :]])
+            self._linked[id(call)], self._versions[id(linked)] = linked, token.versions
 
     def left_ddp(self, token: Token, output: Any) -> None:
         """DDP has returned; its output may hold other tensors than the module's. From here on the script's own
@@ -256,24 +260,29 @@ class Recorder:
         if not why:
             backward.blob, backward.uses = tape.pickled(given)
             backward.roots = [tape.known(root) for root in roots]
-            kept = prune(tape.entries, [*backward.roots, *backward.uses], tape.alias)
-            used = [ref for entry in (*kept, backward) for ref in (*entry.uses, *entry.outs)]
-            obstacles = [entry.obstacle for entry in kept if entry.obstacle]
-            if obstacles:
-                why = obstacles[0]
-            elif any(
-                tape.externals[ref].loose
-                for entry in (*kept, backward)
-                if not isinstance(entry, Call)
-                for ref in entry.uses
-                if ref[0] == "x"
-            ):
-                why = "the loss uses a tensor from outside that hangs on a graph of its own"
-            elif tape.hooked([*used, *backward.roots]):
-                why = "the script has put a hook on an output or on the loss"
-            else:
+            # What the script has cut off the graph is computed as well where it can be: it is this device's work too.
+            kept, hindrance = self._whole([self._linked.get(id(entry), entry) for entry in tape.entries], backward)
+            if self._linked and (hindrance or self._stale(kept)):
+                kept, hindrance = self._whole(tape.entries, backward)
+            if not hindrance:
                 return self._stale(kept) or self._program(roots, [*kept, backward], FULL, "")
+            why = hindrance
         return self._fallback(roots, Backward(create_graph=backward.create_graph), why)
+
+    def _whole(self, entries: list[Entry], backward: Backward) -> tuple[list[Entry], str]:
+        """What the backward's roots depend on, and why that cannot be computed again ("" if it can)."""
+        tape = self.tape
+        kept = prune(entries, [*backward.roots, *backward.uses], tape.alias)
+        used = [ref for entry in (*kept, backward) for ref in (*entry.uses, *entry.outs)]
+        own = [ref for entry in (*kept, backward) if not isinstance(entry, Call) for ref in entry.uses]
+        obstacles = [entry.obstacle for entry in kept if entry.obstacle]
+        if obstacles:
+            return kept, obstacles[0]
+        if any(ref[0] == "x" and tape.externals[ref].loose for ref in own):
+            return kept, "the loss uses a tensor from outside that hangs on a graph of its own"
+        if tape.hooked([*used, *backward.roots]):
+            return kept, "the script has put a hook on an output or on the loss"
+        return kept, ""
 
     def _fallback(self, roots: list[torch.Tensor], backward: Backward, why: str) -> Program | str:
         nodes = {node for _, _, _, node, _ in self._outputs}
@@ -393,6 +402,7 @@ class Recorder:
         self.case = None
         self._outputs.clear()
         self._versions.clear()
+        self._linked.clear()
         self._sentinel = None
         self.local.clear()
         self.tape.clear()

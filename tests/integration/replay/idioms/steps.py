@@ -210,6 +210,20 @@ def gan_made_between_backwards(rank):
     return losses, [maker, judge], optimizers
 
 
+@idiom(WHOLE)
+def an_estimate_cut_off_the_graph_goes_in_again(rank):
+    model = DDP(Net(outputs=WIDTH, norm=True, dropout=0.2))
+
+    def step_loss(step):
+        x, _ = batch(step)
+        estimate = model(x).detach()
+        loss = (model(x + 0.5 * estimate) - x).square().mean()
+        loss.backward()
+        return loss
+
+    return train(model, step_loss)
+
+
 class Branches(Net):
     def __init__(self) -> None:
         super().__init__()

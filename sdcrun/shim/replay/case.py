@@ -1,0 +1,35 @@
+"""What a recording hands on: the token of a forward under way, and the recorded backward."""
+
+from __future__ import annotations
+
+import torch
+
+from sdcrun.shim.replay.program import Call, Program, Ref
+
+
+class Token:
+    """What `before_forward` hands to `after_forward`. `linked`: the arguments pickled with references to what the
+    program computes instead of values, and those references; None where that is the same."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.shown: list[torch.Tensor] = []
+        self.collectives: list[int] = []
+        self.linked: tuple[bytes, list[Ref]] | None = None
+        self.opaque: dict = {}
+        self.versions: list[int] = []
+
+
+class Case:
+    """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
+    roots as numbers; `finite`: those and all gradients were; `mark`: of the weights right after it;
+    `uncovered`: modules that got gradients though their forward was not recorded."""
+
+    def __init__(self, program: Program, losses: list[float]) -> None:
+        self.program = program
+        self.losses = losses
+        self.finite = True
+        self.expected: dict[str, tuple[int, int]] = {}
+        self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.mark: tuple | None = None
+        self.uncovered: list[str] = []
