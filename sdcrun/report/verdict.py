@@ -60,9 +60,9 @@ def _finding_text(report: dict[str, Any]) -> tuple[str, str]:
         return BAD, "The replicas differ and no version has a majority: do not trust the weights of this run."
     left = [f for f in report["findings"] if f["verdict"] not in EXPLAINED and not f["injected"]]
     for rule, what in CHECKPOINTS.items():
-        found = sum(f["rule"] == rule for f in left)
+        found = {f["text"] for f in left if f["rule"] == rule}  # all ranks that load one file say the same
         if found:
-            return BAD, f"{words.count(found, 'checkpoint')} {what}"
+            return BAD, f"{words.count(len(found), 'checkpoint')} {what}"
     if left:
         steps = words.count(len({(f["attempt"], f["step"]) for f in left}), "step")
         named = [s for s in suspects if not s["strikes"]]

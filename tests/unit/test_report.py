@@ -109,6 +109,15 @@ def test_a_healthy_job():
     assert not unexplained(report) and headline(report)[0] == "good"
 
 
+def test_one_damaged_file_that_all_ranks_load_is_one_checkpoint():
+    job = Job()
+    job.hello()
+    for rank in range(3):
+        job.emit("loaded", rank, {"path": "/c/5.pt", "step": 0, "id": "x", "differing": [], "count": 1})
+    report = report_of(job)
+    assert len(report["findings"]) == 3 and headline(report)[1].startswith("1 checkpoint loaded damaged")
+
+
 def test_a_sick_job():
     report = report_of(sick())
     assert [(s["rank"], s["verdict"], s["strikes"]) for s in report["suspects"]] == [
