@@ -18,11 +18,12 @@ from sdcrun.shim.checkpoints.verify import verify
 pytest.importorskip("safetensors")
 
 SAVING, WAITING = LOOPS / "saving.py", LOOPS / "waiting.py"
-DAMAGED = """copied live optimizer opened overwritten memory replaced named_temporary rotated threaded tensors
+DAMAGED = """copied live optimizer opened overwritten memory replaced named_temporary rotated last threaded tensors
              together""".split()
 OLD = "copied.pt live.pt optimizer.pt replaced.pt named_temporary.pt threaded.pt tensors.safetensors".split()
 UNSURE = {
-    "half.pt": "float16", "ema.pt": "matches no vote", "swapped.pt": "swapped or loaded on purpose",
+    "half.pt": "float16", "ema.pt": "matches no vote", "emptied.pt": "changed on purpose",
+    "swapped.pt": "swapped or loaded on purpose",
 }  # fmt: skip
 
 
@@ -144,6 +145,7 @@ def test_what_is_damaged_is_withheld_and_the_older_file_stays(damaged):
     assert rows["memory"]["dissent"] and rows["memory.pt.withheld"]["state"] == "withheld"
     assert not (folder / "memory.pt").exists() and (folder / "memory.pt.withheld").stat().st_size > 1000
     assert not list(folder.glob("rotated?.pt"))
+    assert (folder / "last0.pt").exists() and not (folder / "last1.pt").exists(), "the last good one was removed"
 
 
 def test_the_wrong_word_and_bit_are_named_and_nobody_is_accused(damaged):

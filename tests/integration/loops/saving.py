@@ -136,6 +136,20 @@ def rotated(run):
         shutil.copy("rotated2.pt", "rotated_best.pt")
 
 
+def last(run):
+    if RANK == 0:
+        torch.save(flipped(run.ddp.state_dict(), None), "last0.pt")
+        torch.save(flipped(run.ddp.state_dict(), "last"), "last1.pt")
+        os.remove("last0.pt")
+
+
+def emptied(run):
+    if RANK == 0:
+        contents = flipped(run.ddp.module.state_dict(), None)
+        contents["3.weight"].zero_()
+        torch.save(contents, "emptied.pt")
+
+
 def everyone(run):
     torch.save(run.ddp.state_dict(), "everyone.pt")
 
@@ -218,8 +232,9 @@ def later(run):
     run.future = dcp.async_save({"model": run.ddp.module.state_dict()}, checkpoint_id="later")
 
 
-ALL = [path, copied, live, optimizer, opened, overwritten, memory, replaced, named_temporary, rotated, everyone, each,
-       threaded, whole, listed, transposed, part, half, ema, swapped, others, tensors, together]  # fmt: skip
+ALL = [path, copied, live, optimizer, opened, overwritten, memory, replaced, named_temporary, rotated, last, emptied,
+       everyone, each, threaded, whole, listed, transposed, part, half, ema, swapped, others, tensors,
+       together]  # fmt: skip
 
 
 def main():
