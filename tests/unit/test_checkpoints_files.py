@@ -163,6 +163,23 @@ def test_a_kill_in_the_middle_leaves_the_old_file_and_the_next_save_clears_up(tm
     assert sorted(os.listdir(tmp_path)) == ["model.pt", "model.pt.sdc.json"]
 
 
+def test_what_killed_saves_of_other_jobs_have_left_is_removed_once_it_is_old(tmp_path):
+    ages = {".model.pt.sdcrun-0-old": 7200, ".model.pt.sdcrun-1-now": 0, ".other.pt.sdcrun-0-old": 7200}
+    for name, age in ages.items():
+        room = tmp_path / name
+        room.mkdir()
+        (room / "model.pt").write_bytes(b"half")
+        for path in (room / "model.pt", room):
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
+    slow = tmp_path / ".model.pt.sdcrun-2-slow"
+    slow.mkdir()
+    (slow / "model.pt").write_bytes(b"still being written")
+    os.utime(slow, (0, 0))
+    write_whole(str(tmp_path / "model.pt"), "0-new", put(b"new"), described)
+    left = [name for name in os.listdir(tmp_path) if ".sdcrun-" in name]
+    assert sorted(left) == [".model.pt.sdcrun-1-now", ".model.pt.sdcrun-2-slow", ".other.pt.sdcrun-0-old"]
+
+
 def test_sidecars_follow_their_files(tmp_path, followers):
     path = str(tmp_path / "x.tmp")
     write_whole(path, "0", put(b"new"), described)

@@ -23,6 +23,8 @@ SIDECAR = ".sdc.json"
 WITHHELD = ".withheld"
 LOCK_SECONDS = 2.0
 SPARE = 64 << 10
+ROOM = ".sdcrun-"
+LEFT_SECONDS = 3600.0
 
 # As they were before `Followers` wraps them.
 replace, unlink = os.replace, os.unlink
@@ -55,7 +57,7 @@ def write_whole(
     room = None
     if status is None or stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         with contextlib.suppress(OSError):
-            room = room_in(folder, f".{name}.sdcrun-{mark}")
+            room = room_in(folder, f".{name}{ROOM}{mark}")
     if room is None:
         result = writer(path + suffix)
         return result, write_sidecar(path + suffix, describe(path + suffix))
@@ -130,7 +132,7 @@ def alone(folder: str) -> Iterator[None]:
 
 
 def room_in(folder: str, name: str) -> str:
-    """A new folder; what a killed save of the same file has left there is removed."""
+    """A new folder; what a killed save of the same file has left there is removed, that of other jobs after an hour."""
     room = os.path.join(folder, name)
     with _lock:
         if room in _busy:
@@ -145,7 +147,19 @@ def room_in(folder: str, name: str) -> str:
         with _lock:
             _busy.discard(room)
         raise
+    with contextlib.suppress(OSError):
+        _sweep(folder, name[: name.rindex(ROOM) + len(ROOM)], os.stat(room).st_mtime - LEFT_SECONDS)
     return room
+
+
+def _sweep(folder: str, prefix: str, before: float) -> None:
+    """Removes rooms in which nothing was written since `before`, by the clock of the file system."""
+    with os.scandir(folder) as entries:
+        rooms = [entry.path for entry in entries if entry.name.startswith(prefix)]
+    for room in rooms:
+        with contextlib.suppress(OSError), os.scandir(room) as inside:
+            if max([os.stat(room).st_mtime, *(entry.stat().st_mtime for entry in inside)]) < before:
+                shutil.rmtree(room, ignore_errors=True)
 
 
 def leave(room: str) -> None:

@@ -149,7 +149,7 @@ class Opened:
                 return None
             if files.free(folder) < status.st_size + files.SPARE:
                 return None
-        room = files.room_in(folder, f".{name}.sdcrun-{self._mark()}-open")
+        room = files.room_in(folder, f".{name}{files.ROOM}{self._mark()}-open")
         try:
             raw = io.FileIO(os.path.join(room, name), "w")
             raw.name = file
