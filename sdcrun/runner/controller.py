@@ -89,7 +89,7 @@ class Controller:
 
     def _finished(self) -> bool:
         by = self._conversation.finish_by
-        return by is not None and (not self._conversation.others_here() or time.monotonic() >= by)
+        return by is not None and (not self._conversation.others_due() or time.monotonic() >= by)
 
 
 def open_record(job_dir: str) -> tuple[EventLog, Iterator[bytes]]:

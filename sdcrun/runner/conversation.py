@@ -23,6 +23,8 @@ SUMMARIES_PER_SECOND = 50.0
 SUMMARY_AT_MOST_EVERY = 60.0
 MAX_ASK_TIME = 600.0
 FINISH_AT_MOST = 600.0
+# A client that cannot reach its controller tries again every few seconds.
+LATE_SECONDS = 5.0
 
 
 class _Ask:
@@ -68,6 +70,7 @@ class Conversation:
         self._open_at = 0.0
         self.finisher: Connection | None = None
         self.finish_by: float | None = None
+        self._late_by = 0.0
 
     # -- Handler ------------------------------------------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class Conversation:
             raise CodecError("finish without a grace time")
         self.finisher = connection
         self.finish_by = time.monotonic() + grace
+        self._late_by = time.monotonic() + min(grace, LATE_SECONDS)
 
     def _ask(self, connection: Connection, values: dict[str, Any]) -> None:
         key, kind, limit = values.get("id"), values.get("kind"), values.get("timeout")
@@ -288,10 +292,13 @@ class Conversation:
 
     # -- spools and the end -------------------------------------------------------------------------------------
 
-    def others_here(self) -> bool:
-        """Whether clients other than the one that asked to finish are connected."""
+    def others_due(self) -> bool:
+        """Whether clients other than the one that asked to finish are connected, or supervisors that have said nothing
+        yet may still come: those of a job that was over as soon as it began."""
         others = (client.source for client in self.server.clients if client is not self.finisher)
-        return any(source and not source.startswith(PREFIX) for source in others)
+        if any(source and not source.startswith(PREFIX) for source in others):
+            return True
+        return self._intake.awaits_supervisors and time.monotonic() < self._late_by
 
     def finish(self) -> bool:
         """Take in the spools of the dead, write, delete them. True when all is on record."""

@@ -60,6 +60,7 @@ class Intake:
         self._last: dict[tuple[str, str], dict[int, int]] = {}
         self.session = secrets.token_hex(8)
         self._seq: dict[int, int] = {}
+        self._supervisors = 1
         self._attempt = 0
         self._unwritten: list[bytes] = []
         self._retry_at = 0.0
@@ -159,6 +160,14 @@ class Intake:
         seqs = self._last.setdefault((event.source, event.session), {})
         seqs[event.attempt] = max(event.seq, seqs.get(event.attempt, 0))
         self._attempt = max(self._attempt, event.attempt)
+        nodes, here = event.data.get("nnodes"), event.data.get("local_nodes")
+        if event.kind == "node_up" and type(nodes) is int and here == 1:
+            self._supervisors = nodes
+
+    @property
+    def awaits_supervisors(self) -> bool:
+        """Whether a job of a fixed number of nodes has some of whose supervisor nothing is on record."""
+        return len({source for source, _ in self._last if source.startswith("node:")}) < self._supervisors
 
     def own(self, kind: str, data: dict[str, Any], attempt: int | None = None) -> None:
         """Record an event of the controller's own."""

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -204,6 +205,27 @@ def test_finish_waits_for_those_who_still_speak(job):
     job.finish()
     assert client.wait(PATIENCE) == 0
     assert texts(job.by_source()["rank:0"]) == list(range(200))
+
+
+def test_finish_waits_for_supervisors_that_have_said_nothing(job):
+    """Two nodes and a job that is over at once: the second one may come when the first has already ended."""
+    job.start()
+    facts = {"host": "h", "node": None, "nnodes": 2, "nproc": 1, "local_nodes": 1, "command": [], "versions": {}}
+    first, second = job.link("node:a:1"), job.link("node:b:1")
+    first.emit("node_up", facts)
+    wait_for(lambda: first._backlog.empty)
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(first.finish(PATIENCE)))
+    thread.start()
+    # A controller that did not wait would have ended by now.
+    thread.join(0.5)
+    assert not ended
+    second.emit("node_up", facts)
+    second.emit("node_down", {"exit": 0})
+    assert second.close(PATIENCE)
+    thread.join(PATIENCE)
+    assert ended == [True] and job.controller.wait(PATIENCE) == 0
+    assert [event.kind for event in job.by_source()["node:b:1"]] == ["node_up", "node_down"]
 
 
 def test_terminated_controller_writes_first(job):
