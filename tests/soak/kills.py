@@ -217,7 +217,7 @@ def files_whole(folder: Path) -> None:
 
 def events_whole(job) -> None:
     """On each record every client's events are once, in order, without a hole; what the ranks said is somewhere."""
-    audits = defaultdict(set)
+    audits, off = defaultdict(set), {}
     for folder in (folder for folder in job.jobs() if folder.exists()):
         streams = defaultdict(list)
         if (folder / "events.jsonl").exists():
@@ -231,11 +231,14 @@ def events_whole(job) -> None:
                 assert event.kind != "gap", event.data
                 if event.kind == "audit":
                     audits[event.source].add(event.data["step"])
+                elif event.kind == "check_off":
+                    # A peer was killed in the middle of this step.
+                    off[event.source] = event.data["step"]
         except store.JobError:
             continue
     for rank in NODES if not job.restarts else ():
         # With a restart nobody can tell which attempt a step was of.
-        due = set(range(0, steps_of(job, rank), AUDIT_EVERY))
+        due = set(range(0, min(steps_of(job, rank), off.get(f"rank:{rank}", STEPS)), AUDIT_EVERY))
         lost = sorted(due - audits[f"rank:{rank}"])
         assert not lost, f"what rank {rank} said of the audits of steps {lost} is lost"
 
@@ -272,6 +275,8 @@ def play(number: int, folder: Path) -> dict:
         row["moment"] = reach(job, chance)
         row["killed"] = kill(job, victim, chance)
         row["codes"] = ended(job, victim)
+        left = [path.name for folder in job.folders for path in folder.glob("tmp*/*")]
+        assert not [name for name in left if not name.startswith("torchinductor_")], left
         for path in filter(Path.exists, job.jobs()):
             files_whole(path)
             report_of(path) if (path / "events.jsonl").exists() else None
