@@ -43,10 +43,13 @@ def _hardware(report: dict[str, Any]) -> str:
         return "Possible: a save was not what the ranks agree on; a script that changes it on purpose looks the same."
     if rules & set(SOFTWARE):
         return "Unlikely: this looks like code that treats ranks differently, or kernels that are not deterministic."
+    reproduced = [row["step"] for row in found if row["verdict"] == "not-hardware"]
+    same = f"another device got the same values from the same micro-batch (step {min(reproduced, default=0)})."
     if rules:
-        return "Unlikely: values that are not finite come from data, learning rate or code more often."
-    if any(row["verdict"] == "not-hardware" for row in found):
-        return "No: another device got the same values from the same micro-batch."
+        why = "values that are not finite come from data, learning rate or code more often"
+        return f"Very unlikely: {same}" if reproduced else f"Unlikely: {why}."
+    if reproduced:
+        return f"No: {same}"
     if not report["guarded_ranks"]:
         return "Cannot be told: nothing was guarded."
     if report["suspects"] or report["findings"] and not found:

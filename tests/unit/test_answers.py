@@ -63,6 +63,16 @@ def test_hardware_and_drain(job, hardware, drain):
     assert said["hardware"].startswith(hardware) and said["drain"].startswith(drain), said
 
 
+def test_a_nan_that_a_second_device_reproduces_is_no_hardware():
+    """Also where other steps were not looked at by a second device."""
+    note = {"attempt": 0, "step": 12, "check": "nonfinite", "verdict": "not-hardware", "device": None, "rank": None,
+            "rule": "reproduced-elsewhere", "strike": False, "injected": False, "text": ""}  # fmt: skip
+    clean, unclear = report_of(healthy()), report_of(job_with(everywhere))
+    assert dict(answers(clean | {"findings": [note]}))["hardware"].startswith("No: another device got the same")
+    said = dict(answers(unclear | {"findings": [*unclear["findings"], note]}))["hardware"]
+    assert said.startswith("Very unlikely: another device") and "(step 12)" in said
+
+
 def test_the_node_is_named_as_its_scheduler_names_it():
     report = report_of(job_with(vote(3, 2), vote(9, 2)))
     names = report["suspects"][0]["names"]
