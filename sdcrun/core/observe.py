@@ -55,15 +55,26 @@ def _hello(state: State, event: Event) -> None:
 def _guarded(state: State, event: Event) -> None:
     attempt, group = state.roster.attempt(event.attempt), group_of(event.data["group"])
     modules = [dict(m) for m in event.data["modules"]]
+    rank = _rank(event)
     attempt.groups.add(group)
-    attempt.modules.setdefault(_rank(event), []).extend(modules)
+    attempt.modules.setdefault(rank, []).extend(modules)
+    if rank in attempt.so_far:
+        attempt.so_far.discard(rank)
+        attempt.unguarded.pop(rank, None)
 
 
 def _unguarded(state: State, event: Event) -> None:
-    known, reason = state.roster.attempt(event.attempt).unguarded, str(event.data["reason"])
-    before = known.get(_rank(event))
+    attempt, rank, reason = state.roster.attempt(event.attempt), _rank(event), str(event.data["reason"])
+    if event.data.get("so_far"):
+        # It trains something that is not guarded; one that is may still come, or (in another order) has come.
+        if rank not in attempt.unguarded and rank not in attempt.modules:
+            attempt.so_far.add(rank)
+            attempt.unguarded[rank] = reason
+        return
+    before = None if rank in attempt.so_far else attempt.unguarded.get(rank)
+    attempt.so_far.discard(rank)
     if before is None or reason not in before:
-        known[_rank(event)] = reason if before is None else f"{before}; {reason}"
+        attempt.unguarded[rank] = reason if before is None else f"{before}; {reason}"
 
 
 def _limit(state: State, event: Event) -> None:

@@ -41,6 +41,7 @@ class Attempt:
     modules: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     groups: set[tuple[int, ...]] = field(default_factory=set)
     unguarded: dict[int, str] = field(default_factory=dict)
+    so_far: set[int] = field(default_factory=set)
     byes: dict[int, str] = field(default_factory=dict)
     summaries: dict[tuple[int, str, str], dict[str, Any]] = field(default_factory=dict)
     checks_off: dict[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ From a rank (`source` = "rank:<global rank>"):
 hello      {rank, local_rank, node, world_size, local_world_size, restart_count, pid, device: Device as dict,
            versions: {sdcrun, torch, python, cuda, nccl, driver}, interpreter, session: random id of this process}
 guarded    {group: [global ranks of the DDP group], modules: [{name, parameters, tensors, bytes}]}
-unguarded  {reason}                     the whole rank is not guarded
+unguarded  {reason, so_far?}            the whole rank is not guarded; so_far: unless a module of it is later
 limit      {text, check|null}           something this run cannot see, said once
 check_off  {check, reason, step}        a check went off for the rest of the attempt
 summary    {steps: {seen, committed, skipped}, checks: {nonfinite|replay|weights: {run, fired, seconds}},

@@ -29,6 +29,8 @@ from sdcrun.shim.rendezvous import Rendezvous, attempt_number
 from sdcrun.wire.link import Link
 from sdcrun.wire.runtime import read_runtime, write_runtime
 
+STRANGE_STEP = "an optimizer stepped parameters that no guarded module has: nothing is checked there"
+
 
 class Runtime:
     """One per process. `guards` maps DDP modules to their guards; `rank` is None until the process is claimed."""
@@ -47,7 +49,7 @@ class Runtime:
         self.session = uuid.uuid4().hex[:12]
         self.said: set[str] = set()
         self.reason_unguarded: str | None = None
-        self.stepped = False
+        self.stepped = self.stepped_before = False
         self.active = True
         self.recording = False
         self._inside = threading.local()
@@ -87,13 +89,13 @@ class Runtime:
             boot.trace(text)
             self.emit("limit", {"text": text, "check": check})
 
-    def unguarded(self, reason: str) -> None:
-        """Says once that this rank as a whole is not guarded."""
+    def unguarded(self, reason: str, so_far: bool = False) -> None:
+        """Says once that this rank as a whole is not guarded; `so_far`: unless a module of it is later."""
         if reason not in self.said:
             self.said.add(reason)
             self.reason_unguarded = self.reason_unguarded or reason
             boot.trace(f"unguarded: {reason}")
-            self.emit("unguarded", {"reason": reason})
+            self.emit("unguarded", {"reason": reason} | ({"so_far": True} if so_far else {}))
 
     def _controller(self) -> dict | None:
         own = local_controller()
@@ -144,6 +146,9 @@ class Runtime:
         if self.injector is not None:
             self.injector.attach(guard)
         self.emit("guarded", {"group": group.said_ranks, "modules": [guard.describe()]})
+        if self.stepped_before:
+            self.stepped_before, self.reason_unguarded = False, None
+            self.limit(STRANGE_STEP)
         if self.config.selftest:
             from sdcrun.shim import selftest
 
@@ -181,9 +186,10 @@ class Runtime:
         if self.guards or self.reason_unguarded is not None or int(os.environ.get("WORLD_SIZE", "1") or 1) < 2:
             return
         if self.rank is not None:
-            self.limit("an optimizer stepped parameters that no guarded module has: nothing is checked there")
+            self.limit(STRANGE_STEP)
             return
-        self.unguarded(identity.why_no_ddp(optimizer))
+        self.stepped_before = True
+        self.unguarded(identity.why_no_ddp(optimizer), so_far=True)
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class Runtime:
             self.keeper.questions.leave()
             if self.injector is not None:
                 self.injector.finish()
-            if self.rank is None and identity.looks_like_rank():
+            if self.rank is None and self.reason_unguarded is None and identity.looks_like_rank():
                 self.unguarded(identity.why_no_ddp(None))
             if self.rank is not None:
                 steps = sum(group.step for group in self.groups.values())

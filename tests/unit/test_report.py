@@ -118,6 +118,26 @@ def test_one_damaged_file_that_all_ranks_load_is_one_checkpoint():
     assert len(report["findings"]) == 3 and headline(report)[1].startswith("1 checkpoint loaded damaged")
 
 
+def test_a_rank_that_first_trained_something_unguarded_is_guarded_once_its_module_is():
+    job = Job()
+    job.emit("unguarded", 3, {"reason": "no DDP", "so_far": True})
+    assert [row["reason"] for row in report_of(job)["unguarded"]] == ["no DDP"]
+    job.emit("guarded", 3, {"group": [0, 1, 2, 3], "modules": []})
+    assert report_of(job)["unguarded"] == [] and report_of(job)["guarded_ranks"] == 1
+    job.emit("unguarded", 3, {"reason": "no DDP", "so_far": True})
+    assert report_of(job)["unguarded"] == []
+    job.emit("unguarded", 3, {"reason": "a duck-typed optimizer"})
+    assert [row["reason"] for row in report_of(job)["unguarded"]] == ["a duck-typed optimizer"]
+
+
+def test_a_rank_that_could_not_be_guarded_stays_so_whatever_it_trained_before():
+    job = Job()
+    job.emit("unguarded", 3, {"reason": "no DDP", "so_far": True})
+    job.emit("unguarded", 3, {"reason": "the ranks could not connect"})
+    job.emit("guarded", 3, {"group": [0, 1, 2, 3], "modules": []})
+    assert [row["reason"] for row in report_of(job)["unguarded"]] == ["the ranks could not connect"]
+
+
 def test_a_sick_job():
     report = report_of(sick())
     assert [(s["rank"], s["verdict"], s["strikes"]) for s in report["suspects"]] == [

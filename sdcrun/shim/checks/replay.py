@@ -7,9 +7,12 @@ Every decision that ranks must share is made from what all of them have gathered
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from sdcrun.core import attribute, ballot, schedule, topology
 from sdcrun.core.audit import FIRST, INTERVAL, REQUESTED, RING, TRIAGE, Audit
@@ -23,6 +26,7 @@ from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.collect import weights_digests
 from sdcrun.shim.replay.determinism import StrictKernels
+from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.record import Recorder
 from sdcrun.shim.replay.state import replaying
@@ -75,6 +79,7 @@ class Auditor:
         self._auditing = False
         self._local: dict[str, Local] = {}
         self._opened = 0.0
+        self._thread = threading.get_ident()
         self._stale: list[Recorder] = []
         self._kernels: StrictKernels | None = None
         self._audits = 0
@@ -96,7 +101,7 @@ class Auditor:
         """At the first training forward of a window. `audit`: record it."""
         self._drop()
         self.guards = [guard for guard in self.group.guards if guard.ddp is not None]
-        self._opened = time.monotonic()
+        self._opened, self._thread = time.monotonic(), threading.get_ident()
         before, self._before = self._before, None
         if before is not None:
             before.finish()
@@ -151,10 +156,17 @@ class Auditor:
 
     def around_backward(self, run, tensors: Any, grad_tensors: Any, options: dict) -> Any:
         """Counts backwards and lets the recorder stand around them."""
+        if threading.get_ident() != self._thread and not self._ours(tensors):
+            return run(tensors, grad_tensors, options)
         self._backwards += 1
         if self.recorder is None:
             return run(tensors, grad_tensors, options)
         return self.recorder.around_backward(run, tensors, grad_tensors, options)
+
+    def _ours(self, tensors: Any) -> bool:
+        """Whether a backward of another thread is one of the guarded modules': it may train something of its own."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return reaches(roots, set(), {id(p) for guard in self.guards for p in guard.parameters.values()})[1]
 
     def window_closes(self) -> None:
         """Drops everything that belongs to the window."""
