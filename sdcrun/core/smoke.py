@@ -16,7 +16,10 @@ BLAMELESS = ("allreduce", "input")
 STOPPED = "the policy stopped the job before its step"
 NOT_NAMED = "it was caught, but the device was not named"
 ACCUSED = "a device was accused of what no device did"
-MISSED = "it fired and was not caught (of a low bit, rounding may have left nothing to catch)"
+MISSED = (
+    "it fired and was not caught (perhaps nothing was left to catch: a low bit is rounded away, dropout, ReLU or a "
+    "mask may drop the element; of several micro-batches in a step one is audited)"
+)
 
 
 @dataclass(frozen=True)
