@@ -48,6 +48,7 @@ def check(name, lines):
             assert audit["weights_agree"] is True and not audit["declined"]
             assert (audit["scope"] == "all") == (expected == idioms.WHOLE), audit["scope"]
         assert lines[0]["audits"][0]["own_agreed"] == len(lines)
+        assert not any(line["gathered"] for line in lines), "a clean audit costs one all-reduce"
     else:
         assert not any(line["audits"] for line in lines)
         assert any(expected in reason for line in lines for reason in line["reasons"])

@@ -6,22 +6,28 @@ rank cannot do becomes a declined comparison, so that local trouble never breaks
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from sdcrun.core import attribute, topology
+from sdcrun.core import attribute, ballot, topology
 from sdcrun.core.audit import ARBITER, OWN, REPEAT, RING, Audit, Comparison, Difference
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names
+from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.microbatch import to_bytes
 from sdcrun.shim.replay.collectives import CollectiveRefused
 from sdcrun.shim.replay.run import NotReplayable, Result, replay
+from sdcrun.shim.transport import BallotFailed
 
 SENT_BYTES = 16 << 20
 ROUNDS = 32
+PHASE_QUIET = 8
+LOUD = 4  # the first of the two words that a digest leaves free
 
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
@@ -44,7 +50,6 @@ class Rounds:
         self.unstable: set[str] = set()
         self._limit = limit
         self._tag = 1000 + (step % 100_000) * ROUNDS
-        self._last: dict[tuple[int, str], Result] = {}
 
     def run(
         self, statement: dict[str, Any], weights: Callable[[], dict[str, list[int]]], own: bool, cause: str
@@ -56,16 +61,22 @@ class Rounds:
         comparisons = [self._compute(owner, RING) for owner in received]
         if own and self.mine:
             comparisons.append(self._compute(group.rank, OWN))
+        held = weights()
+        without = topology.without_partner(range(group.size), self.domains, group.devices)
+        if not without and self._quiet(statement, held, comparisons):
+            return Audit(
+                step=self.step, group=tuple(group.ranks), domains=tuple(self.domains), calibration=own,
+                weights_agree=True, cause=cause, agreed=group.size, own_agreed=group.size if own else 0, **statement,
+            )  # fmt: skip
         said = self.gather(
             {
                 **statement,
-                "weights": weights(),
+                "weights": held,
                 "declined": (self.mine if isinstance(self.mine, str) else "") or None,
                 "unstable": sorted(self.unstable),
                 "comparisons": [c.to_json() for c in comparisons],
             }
         )
-        without = topology.without_partner(range(group.size), self.domains, group.devices)
         declined = {rank: reason for rank, reason in without.items()}
         declined |= {rank: said[rank]["declined"] for rank in range(group.size) if said[rank]["declined"]}
         self.unstable = {name for one in said for name in one["unstable"]}
@@ -83,6 +94,24 @@ class Rounds:
             scope=said[0]["scope"],
         )
         return self._dispute(audit)
+
+    def _quiet(self, statement: dict[str, Any], weights: dict[str, list[int]], comparisons: list[Comparison]) -> bool:
+        """Whether all ranks have nothing to tell but that everything agrees: eight integers in one all-reduce, while
+        statements go through the first rank, which at thousands of ranks is for faults only. Raises ExchangeFailed."""
+        loud = isinstance(self.mine, str) or bool(self.unstable)
+        loud |= any(not c.agrees or c.nonfinite_owner or c.nonfinite_replayer for c in comparisons)
+        text = json.dumps([statement, weights], sort_keys=True).encode()
+        first, second = struct.unpack("<QQ", hashlib.blake2b(text, digest_size=16).digest())
+        words = ballot.digest_words((first, second), ballot.tag(self.step, 0, PHASE_QUIET))
+        words[LOUD] = int(loud)
+        try:
+            maxima = self.group.all_reduce_max(words)
+        except BallotFailed as error:
+            raise ExchangeFailed(str(error)) from error
+        agree = ballot.digests_agree(maxima)
+        if agree is None:
+            raise ExchangeFailed("the ranks were not at the same place")
+        return agree and not maxima[LOUD]
 
     def _dispute(self, audit: Audit) -> Audit:
         """Own results, arbiters and repeats, as far as the record asks for them."""

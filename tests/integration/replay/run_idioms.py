@@ -1,7 +1,7 @@
 """Runs idioms one after another on all ranks, first plainly and then under audit; each rank prints one JSON line each.
 
 {"idiom", "rank", "same": final state, losses and random states equal bit for bit, "error", "mismatches", "reasons",
- "off", "audits": [the events' data]}
+ "off", "gathered", "audits": [the events' data]}
 """
 
 import json
@@ -50,6 +50,7 @@ def main() -> None:
         line["mismatches"] = sum(outcome.mismatch for outcome in here.outcomes)
         line["audits"] = [outcome.event for outcome in here.outcomes]
         line["reasons"] = sorted(set(here.reasons))
+        line["gathered"] = here.gathered
         line["off"] = here.auditor.off if here.auditor is not None else None
         sys.stdout.flush()
         os.write(1, (json.dumps(line) + "\n").encode())

@@ -40,8 +40,8 @@ class StageGuard:
 
 
 class Stage:
-    """One group of all ranks. `outcomes`: what `at_gate` returned; `reasons`: why audits were declined; `audits`: steps
-    to audit, None for none."""
+    """One group of all ranks. `outcomes`: what `at_gate` returned; `reasons`: why audits were declined; `gathered`: how
+    often statements of all ranks went through the first one."""
 
     def __init__(self, repeats: int = 3) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -49,6 +49,8 @@ class Stage:
         store = dist.PrefixStore("stage/", dist.distributed_c10d._get_default_store())
         self.pg = dist.ProcessGroupGloo(store, self.rank, self.size, datetime.timedelta(seconds=60))
         self.exchange = Exchange(self.pg, self.rank, self.size, 60.0)
+        self.exchange.gather = self._gather
+        self.gathered = 0
         self.clock = time.thread_time
         self.nodes = list(range(self.size))
         self.devices = [("cpu",)] * self.size
@@ -85,6 +87,10 @@ class Stage:
             raise BallotFailed(str(error)) from error
         return vector.tolist()
 
+    def _gather(self, *args) -> list[bytes]:
+        self.gathered += 1
+        return Exchange.gather(self.exchange, *args)
+
     def fresh(self, auditing: bool) -> None:
         """A new run: no guards, no history."""
         self.guards.clear()
@@ -93,7 +99,7 @@ class Stage:
             self.auditor.window_closes()
             autograd.observers.clear()
         self.auditor = None
-        self.step, self.open, self.hit = 0, False, False
+        self.step, self.open, self.hit, self.gathered = 0, False, False, 0
         self.outcomes, self.reasons, self.said, self.events, self.off = [], [], [], [], None
         if auditing:
             self.auditor = Auditor(self)
