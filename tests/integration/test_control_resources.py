@@ -14,8 +14,6 @@ from sdcrun.wire import link as wire
 from sdcrun.wire.link import Link
 from sdcrun.wire.runtime import read_runtime
 
-pytestmark = pytest.mark.slow
-
 # As many as asked for: FLAT_BREAKS=1000 FLAT_EVENTS=100000.
 BREAKS = int(os.environ.get("FLAT_BREAKS", "300"))
 EVENTS = int(os.environ.get("FLAT_EVENTS", "20000"))

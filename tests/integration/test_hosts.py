@@ -14,7 +14,7 @@ import sdcrun
 from sdcrun.core.codec import decode_event, whole_lines
 
 LOOP = str(Path(__file__).parent / "loops" / "paced.py")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(hostkit.why_not() is not None, reason=hostkit.why_not() or "")]
+pytestmark = pytest.mark.skipif(hostkit.why_not() is not None, reason=hostkit.why_not() or "")
 
 
 @pytest.fixture
@@ -95,6 +95,7 @@ def test_c10d_three_hosts_one_record(lab):
     no_secret(lab)
 
 
+@pytest.mark.slow
 def test_static_with_the_control_plane_cut_off_then_the_cable(lab):
     """Training does not notice that a node cannot reach the controller; what it says in the meantime arrives late."""
     processes = launch(lab, lambda index: static(lab, index), 250)
@@ -122,7 +123,8 @@ def test_static_with_the_control_plane_cut_off_then_the_cable(lab):
     no_secret(lab)
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_is_lost_and_the_others_go_on(lab, lost):
     """Also when it is the one that kept the record: the copy on another host becomes the record."""
     options = ("--max-restarts", "3")

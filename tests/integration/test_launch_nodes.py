@@ -9,8 +9,6 @@ from launchkit import Launch
 
 from sdcrun.runner.localnodes import HeldPort
 
-pytestmark = pytest.mark.slow
-
 CHOOSE = """
 # As a guarded rank does: the first node's controller is everybody's.
 from sdcrun.wire.runtime import read_runtime, write_runtime
