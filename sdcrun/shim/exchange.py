@@ -68,29 +68,41 @@ class Exchange:
         return {peer: part + _bytes_of(rests[peer]) if peer in rests else part for peer, part in got.items()}
 
     def gather(self, payload: bytes, tag: int, timeout: float | None = None) -> list[bytes]:
-        """Every rank's `payload`, by group rank, on every rank: to the first rank and back as one message."""
+        """Every rank's `payload`, by group rank, on every rank: up a binary tree to the first rank and down again as
+        one message, so that no rank speaks with more than three others. Raises ExchangeFailed."""
         if self.size == 1:
             return [payload]
-        if self.rank == 0:
-            got = self.swap({}, range(1, self.size), tag, timeout)
-            parts = [payload, *(got[peer] for peer in range(1, self.size))]
-            whole = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-            self.swap(dict.fromkeys(range(1, self.size), whole), [], tag, timeout)
-            return parts
-        self.swap({0: payload}, [], tag, timeout)
-        whole, parts, at = self.swap({}, [0], tag, timeout)[0], [], 0
-        while at < len(whole):
-            count = int.from_bytes(whole[at : at + 8], "little")
-            parts.append(whole[at + 8 : at + 8 + count])
-            at += 8 + count
-        if len(parts) != self.size or parts[self.rank] != payload:
+        children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
+        above = [(self.rank - 1) // 2] if self.rank else []
+        below = self.swap({}, children, tag, timeout) if children else {}
+        whole = _packed(self.rank, payload) + b"".join(below[child] for child in children)
+        if above:
+            self.swap(dict.fromkeys(above, whole), [], tag, timeout)
+            whole = self.swap({}, above, tag, timeout)[above[0]]
+        if children:
+            self.swap(dict.fromkeys(children, whole), [], tag, timeout)
+        parts = _unpacked(whole)
+        if sorted(parts) != list(range(self.size)) or parts[self.rank] != payload:
             raise ExchangeFailed("what came back is not what was sent")
-        return parts
+        return [parts[rank] for rank in range(self.size)]
 
     @staticmethod
     def _wait(work: list, limit: timedelta) -> None:
         for item in work:
             item.wait(limit)
+
+
+def _packed(rank: int, payload: bytes) -> bytes:
+    return rank.to_bytes(4, "little") + len(payload).to_bytes(8, "little") + payload
+
+
+def _unpacked(whole: bytes) -> dict[int, bytes]:
+    parts, at = {}, 0
+    while at < len(whole):
+        rank, count = int.from_bytes(whole[at : at + 4], "little"), int.from_bytes(whole[at + 4 : at + 12], "little")
+        parts[rank] = whole[at + 12 : at + 12 + count]
+        at += 12 + count
+    return parts
 
 
 def _bytes_of(buffer: torch.Tensor) -> bytes:

@@ -95,8 +95,8 @@ def figure(name: str, ranks: int, pairs: int, folder: Path) -> dict:
 
 
 def run(full: bool = False) -> dict:
-    """The bench's figures. Short: the small GPT on 3 ranks, two pairs of runs."""
-    plan = [("gpt small", 3, 2)]
+    """The bench's figures. Short: the GPT in both sizes on 3 ranks, two pairs of runs."""
+    plan = [("gpt small", 3, 2), ("gpt medium", 3, 2)]
     if full:
         plan = [(name, ranks, 3) for name in SCRIPTS for ranks in (3, 4)]
     with tempfile.TemporaryDirectory(prefix="sdcrun-bench-") as folder:

@@ -45,6 +45,13 @@ def table(results: list[dict[str, Any]]) -> str:
                     f"+{row['peak_extra_mib']['median']:.0f} MiB |"
                 )
             lines.append("")
+        elif result["bench"] == "growth":
+            lines += ["| in forwards and backwards | ranks | of ms | every step | audit: ship | compare | a vote |",
+                      "|---|---|---|---|---|---|---|"]  # fmt: skip
+            for row in result["figures"]:
+                parts = (f"{row[key]:.3f}" for key in ("every_step", "ship", "compare", "vote"))
+                lines.append(f"| {row['name']} | {row['ranks']} | {row['replay_ms']:.0f} | {' | '.join(parts)} |")
+            lines.append("")
         elif result["bench"] == "fingerprint":
             lines += ["| fingerprints of | tensors | MiB | ms | times reading them |", "|---|---|---|---|---|"]
             for row in result["figures"]:

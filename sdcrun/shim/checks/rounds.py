@@ -97,7 +97,8 @@ class Rounds:
 
     def _quiet(self, statement: dict[str, Any], weights: dict[str, list[int]], comparisons: list[Comparison]) -> bool:
         """Whether all ranks have nothing to tell but that everything agrees: eight integers in one all-reduce, while
-        statements go through the first rank, which at thousands of ranks is for faults only. Raises ExchangeFailed."""
+        statements of every rank to every rank are for faults only. Raises ExchangeFailed."""
+        started = self.group.clock()
         loud = isinstance(self.mine, str) or bool(self.unstable)
         loud |= any(not c.agrees or c.nonfinite_owner or c.nonfinite_replayer for c in comparisons)
         text = json.dumps([statement, weights], sort_keys=True).encode()
@@ -108,6 +109,7 @@ class Rounds:
             maxima = self.group.all_reduce_max(words)
         except BallotFailed as error:
             raise ExchangeFailed(str(error)) from error
+        self.seconds["compare"] += self.group.clock() - started
         agree = ballot.digests_agree(maxima)
         if agree is None:
             raise ExchangeFailed("the ranks were not at the same place")

@@ -34,6 +34,7 @@ for pg in (full, lazy):
     exchange = Exchange(pg, rank, size, 20.0)
     payloads = [bytes([r]) * (r * 70_000) for r in range(size)]
     assert exchange.gather(payloads[rank], 5) == payloads
+    assert exchange.gather(b"", 7) == [b""] * size
     received = exchange.swap({(rank + 1) % size: payloads[rank]}, [(rank - 1) % size], 6)
     assert received == {(rank - 1) % size: payloads[(rank - 1) % size]}
 
