@@ -30,7 +30,8 @@ CROWD = Path(__file__).with_name("crowd.py")
 RANKS, FULL_RANKS = 1000, 16_384
 SPARE_FILES = 256
 PATIENCE = 300.0
-BURST = 50
+BURST = 10  # of one kind more are said now and then only
+COUNTERS = 250
 
 
 class Bench:
@@ -141,8 +142,8 @@ class Bench:
             self.tell(do="events", ranks=[bad, bad + 1], kind="vote", data=row)
             self.tell(do="events", ranks=[bad, bad + 1], kind="word", data=word)
             said[step] = time.monotonic()
-            first = 50 * number % self.ranks
-            self.summaries(step, (first, first + 50))
+            first = COUNTERS * number % self.ranks
+            self.summaries(step, (first, min(first + COUNTERS, self.ranks)))
         found: dict[int, float] = {}
         while len(found) < BURST and time.monotonic() - began < PATIENCE:
             at, line = self.said.get(timeout=PATIENCE)
