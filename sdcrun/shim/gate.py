@@ -168,6 +168,7 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
         return RUN
     group.weights_clock.let_go(group.config.checkpoint_timeout)
     started = group.clock()
+    group.first_gate = started if group.first_gate is None else group.first_gate
     step = group.step
     guards = [guard for guard in group.guards if guard.window_open and guard.synced]
     local, reduced = nonfinite.flags(guards)
@@ -211,8 +212,11 @@ def _gate(runtime, group, optimizer, amp: AmpState | None) -> str:
         )  # fmt: skip
     vote_now = False
     if auditing or (result.hit and group.auditor is not None):
+        before = group.clock()
         mismatch, vote_now = _audit(group, step, auditing, why_not, result)
         decision = SKIP if mismatch else decision
+        # What the audit took is counted as the audit's.
+        started += group.clock() - before
     if result.command == ballot.COMMAND_SKIP:
         decision = SKIP
     group.audit_next = result.ask >= ballot.ASK_AUDIT
@@ -290,10 +294,9 @@ def _close(group, guards, decision: str, overflow: bool, vote: bool, started: fl
         group.runtime.recording = any(other.auditing for other in group.runtime.groups.values())
     if group.budget is not None:
         _keep_budget(group, step)
+    group.last_gate = group.clock()
+    group.checks["nonfinite"]["seconds"] += group.last_gate - started
     now = time.monotonic()
-    group.first_gate = group.first_gate or now
-    group.last_gate = now
-    group.checks["nonfinite"]["seconds"] += group.clock() - started
     if now - group.last_summary >= group.config.summary_every:
         group.summarize(now)
 

@@ -72,7 +72,9 @@ class GuardGroup:
         self.audit_every, self.weights_every = self.config.audit_every, self.config.weights_every
         self.checks = {name: {"run": 0, "fired": 0, "seconds": 0.0} for name in ("nonfinite", "replay", "weights")}
         self.parts: dict[str, float] = {}
-        self.first_gate = self.last_gate = self.last_summary = 0.0
+        # By `clock`, so that costs and training are counted alike.
+        self.first_gate: float | None = None
+        self.last_gate = self.last_summary = 0.0
         self.last_audit_step: int | None = None
         self.last_clean_audit: int | None = None
         self.weights_clock = Clock()
@@ -211,7 +213,7 @@ class GuardGroup:
                 "steps": {"seen": self.step, "committed": self.committed, "skipped": self.skipped},
                 "checks": self.checks,
                 "parts": {part: round(seconds, 6) for part, seconds in self.parts.items()},
-                "train_seconds": round(self.last_gate - self.first_gate, 6),
+                "train_seconds": round(self.last_gate - (self.first_gate or self.last_gate), 6),
                 "last_audit_step": self.last_audit_step,
             },
         )

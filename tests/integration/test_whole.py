@@ -35,6 +35,9 @@ def test_a_healthy_run_is_torchruns(tmp_path):
     found = report(tmp_path)
     assert found["findings"] == [] and found["guarded_ranks"] == 3 and found["unguarded"] == []
     assert found["checks"]["replay"]["run"] == 6 and found["checks"]["weights"]["run"] == 12
+    by_check, by_part = found["overhead"]["by_check"], found["overhead"]["by_part"]
+    assert 0 < by_check["nonfinite"] < by_check["replay"], "an audit is counted once, as the audit's"
+    assert by_part["replay"] < by_check["replay"] and 0 < by_part["ballot"] < by_check["nonfinite"]
 
 
 def test_faults_are_caught_and_the_devices_named(tmp_path):
