@@ -27,7 +27,7 @@ from sdcrun.shim.transport import BallotFailed
 SENT_BYTES = 16 << 20
 ROUNDS = 32
 PHASE_QUIET = 8
-LOUD = 4  # the first of the two words that a digest leaves free
+LOUD, FAILED = 4, 2  # the first of the two words that a digest leaves free; what it says besides yes and no
 
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
@@ -57,13 +57,21 @@ class Rounds:
         """The whole audit. `statement`: {position, window, scope} of this rank; `weights` gives the digests of this
         rank's weights by module; `own`: every owner also computes its own micro-batch again. Raises ExchangeFailed."""
         group = self.group
-        received = self._ship({owner: [replayer] for owner, replayer in self.partner.items()})
-        comparisons = [self._compute(owner, RING) for owner in received]
-        if own and self.mine:
-            comparisons.append(self._compute(group.rank, OWN))
-        held = weights()
         without = topology.without_partner(range(group.size), self.domains, group.devices)
-        if not without and self._quiet(statement, held, comparisons):
+        comparisons: list[Comparison] = []
+        held, failure = {}, None
+        try:
+            received = self._ship({owner: [replayer] for owner, replayer in self.partner.items()})
+            comparisons += [self._compute(owner, RING) for owner in received]
+            if own and self.mine:
+                comparisons.append(self._compute(group.rank, OWN))
+            held = weights()
+        except Exception as error:
+            if without:
+                raise
+            # The others wait in the all-reduce: they must hear of it there.
+            failure = error
+        if not without and self._quiet(statement, held, comparisons, failure):
             return Audit(
                 step=self.step, group=tuple(group.ranks), domains=tuple(self.domains), calibration=own,
                 weights_agree=True, cause=cause, agreed=group.size, own_agreed=group.size if own else 0, **statement,
@@ -95,16 +103,20 @@ class Rounds:
         )
         return self._dispute(audit)
 
-    def _quiet(self, statement: dict[str, Any], weights: dict[str, list[int]], comparisons: list[Comparison]) -> bool:
+    def _quiet(
+        self, statement: dict[str, Any], weights: dict[str, list[int]], comparisons: list[Comparison],
+        failure: Exception | None,
+    ) -> bool:  # fmt: skip
         """Whether all ranks have nothing to tell but that everything agrees: eight integers in one all-reduce, while
-        statements of every rank to every rank are for faults only. Raises ExchangeFailed."""
+        statements of every rank to every rank are for faults only. Raises `failure`, which kept this rank from its
+        part of the audit, or ExchangeFailed, also where another rank failed."""
         started = self.group.clock()
         loud = isinstance(self.mine, str) or bool(self.unstable)
         loud |= any(not c.agrees or c.nonfinite_owner or c.nonfinite_replayer for c in comparisons)
         text = json.dumps([statement, weights], sort_keys=True).encode()
         first, second = struct.unpack("<QQ", hashlib.blake2b(text, digest_size=16).digest())
         words = ballot.digest_words((first, second), ballot.tag(self.step, 0, PHASE_QUIET))
-        words[LOUD] = int(loud)
+        words[LOUD] = FAILED if failure is not None else int(loud)
         try:
             maxima = self.group.all_reduce_max(words)
         except BallotFailed as error:
@@ -113,6 +125,8 @@ class Rounds:
         agree = ballot.digests_agree(maxima)
         if agree is None:
             raise ExchangeFailed("the ranks were not at the same place")
+        if maxima[LOUD] == FAILED:
+            raise failure or ExchangeFailed("another rank could not take its part in an audit")
         return agree and not maxima[LOUD]
 
     def _dispute(self, audit: Audit) -> Audit:

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from sdcrun.shim.fingerprint import Collector, digest, fingerprints, metadata
-from sdcrun.shim.fingerprint.quiet import quiet
 from sdcrun.shim.replay.state import puts_fault
-from sdcrun.shim.replay.tape import storage_of, version_of
 
 Pair = tuple[int, int]
 
@@ -165,27 +163,6 @@ def weights_digests(guards: list) -> dict[str, list[int]]:
         digests[guard.name] = list(digest(rows[at:end], [metadata(tensor) for tensor in tensors[at:end]]))
         at = end
     return digests
-
-
-def weights_mark(guards: list) -> tuple[tuple, torch.Tensor | None]:
-    """What differs once the script has written to a parameter, for a fifth of what digests cost: addresses, versions,
-    and norms too (float64 [n]), since a write through `.data` leaves no version."""
-    tensors = [parameter.detach() for guard in guards for parameter in guard.parameters.values()]
-    places = tuple((storage_of(tensor), version_of(tensor)) for tensor in tensors)
-    measured = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    with quiet():
-        if not measured:
-            return places, None
-        where = measured[0].device
-        return places, torch.stack([norm.to(where, torch.float64) for norm in torch._foreach_norm(measured)])
-
-
-def same_mark(one: tuple, other: tuple) -> bool:
-    """Whether two marks are of unwritten weights; waits for the device."""
-    if one[0] != other[0] or one[1] is None or other[1] is None:
-        return one[0] == other[0]
-    with quiet():
-        return bool(torch.isclose(one[1], other[1], rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 def values_table(prefix: str, tensors: list[torch.Tensor]) -> dict[str, Pair]:

@@ -16,7 +16,7 @@ import torch
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
 from sdcrun.shim.replay import modulestate
 from sdcrun.shim.replay.case import Case, Token
-from sdcrun.shim.replay.collect import GradientTable, same_mark, weights_digests, weights_mark
+from sdcrun.shim.replay.collect import GradientTable, weights_digests
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
@@ -350,7 +350,7 @@ class Recorder:
                     case.details[name] = table.details[name]
             case.finite = table.finite() and all(math.isfinite(loss) for loss in case.losses)
             # Each time: a window may end before the backward that was picked.
-            case.mark = weights_mark(self.guards)
+            case.weights = weights_digests(self.guards)
             self.case, self.declined = case, None
         if self.backwards > self.pick and not self.onwards:
             self.finish()
@@ -366,9 +366,10 @@ class Recorder:
         program = self.case.program
         if program.externals:
             return None
-        if not same_mark(self.case.mark, weights_mark(self.guards)):
-            return "the weights were changed between the recorded backward and the update"
+        # Not by versions: a script may perturb the weights and put them back, as SAM does.
         self.weights = weights_digests(self.guards)
+        if self.weights != self.case.weights:
+            return "the weights were changed between the recorded backward and the update"
         program.window = max(self.backwards, 1)
         used = {ref for entry in program.entries for ref in entry.uses if ref[0] == "x"}
         backward = program.entries[-1]
