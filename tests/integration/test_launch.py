@@ -30,7 +30,8 @@ def launch(tmp_path):
 SEEN = """
 import json
 note("env", json.dumps(dict(os.environ)))
-print(f"rank {RANK} " + " ".join(sys.argv[1:]))
+# One write: torchrun's workers are not buffered; print would write line and end apart, another rank's between.
+sys.stdout.write(f"rank {RANK} " + " ".join(sys.argv[1:]) + "\\n")
 """
 OF_A_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PYTHONPATH"}
 

@@ -33,7 +33,7 @@ def main(steps, seconds):
             optimizer.step()
             file.write(f"{time.time():.3f}\n")
             time.sleep(max(0.0, seconds - (time.monotonic() - began)))
-    print(f"rank {rank} trained {steps} steps", flush=True)
+    sys.stdout.write(f"rank {rank} trained {steps} steps\n")
 
 
 if __name__ == "__main__":

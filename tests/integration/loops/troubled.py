@@ -53,7 +53,7 @@ def main():
                     net[2].weight.view(torch.int32)[0, 0] ^= 1 << 22
             file.write(f"{step}\n")
             time.sleep(0.02)
-    print(f"rank {rank} has trained", flush=True)
+    sys.stdout.write(f"rank {rank} has trained\n")
 
 
 if __name__ == "__main__":
