@@ -8,7 +8,7 @@ import os
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdcrun import args, optiontable
@@ -173,7 +173,7 @@ script_args = st.lists(st.sampled_from(["--nnodes", "-r", "--r=16", "x", "--sdc-
 parts_of_a_line = st.one_of(spelled().map(lambda t: ("torchrun", t)), own_spelled.map(lambda t: ("own", t)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(
     parts=st.lists(parts_of_a_line, max_size=6),
     environ=pet,

@@ -105,7 +105,7 @@ def jobs(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int]]:
     return nodes, bad
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(jobs(), st.data(), st.sampled_from(["fresh", "device", "same"]), st.booleans(), st.integers(0, 3))
 def test_two_intermittent_devices_anywhere_accuse_no_healthy_one(job, data, bits, calibration, turn) -> None:
     nodes, bad = job
@@ -120,7 +120,7 @@ def test_two_intermittent_devices_anywhere_accuse_no_healthy_one(job, data, bits
     assert [f.ranks for f in judge(audit.compact())] == [f.ranks for f in judge(audit)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(jobs(), st.data())
 def test_missing_results_never_accuse_a_healthy_device(job, data) -> None:
     nodes, bad = job

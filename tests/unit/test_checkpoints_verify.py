@@ -147,7 +147,7 @@ def test_no_code_from_a_file_runs(tmp_path):
     assert verify(str(tmp_path / "x.pt"))[0] == GOOD and not (tmp_path / "trace").exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=200))
 def test_rubbish_is_damaged_and_never_an_error(data):
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +212,7 @@ def test_the_worst_of_several_files_is_the_exit_code_and_the_command_says_all(tm
     assert process.returncode == 2 and "unsure.pt: cannot tell" in process.stdout, process.stderr
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 200_000), st.integers(0, 31), st.randoms(use_true_random=False))
 def test_one_wrong_word_is_always_located(size, bit, rng):
     tensor = torch.randint(-(1 << 31), (1 << 31) - 1, (size,), dtype=torch.int32)

@@ -53,7 +53,7 @@ def state_of(job, events):
     return state
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(happenings(), st.randoms(use_true_random=False))
 def test_the_order_in_which_ranks_speak_changes_nothing(happened, random):
     job = job_of(happened)
@@ -71,7 +71,7 @@ def test_the_order_in_which_ranks_speak_changes_nothing(happened, random):
     assert build(one) == build(other)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(happenings())
 def test_reading_the_record_gives_what_the_controller_knew(happened):
     job = job_of(happened)
@@ -84,7 +84,7 @@ def test_reading_the_record_gives_what_the_controller_knew(happened):
     assert live.ledger.strikes(live.device_key) == reading.ledger.strikes(reading.device_key)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     RANKS, st.lists(st.tuples(STEPS, st.sampled_from(["local", "reduced", "vote"]), TENSORS, st.booleans()), max_size=8)
 )
@@ -110,7 +110,7 @@ def test_one_bad_device_never_costs_a_healthy_one_its_name(bad, story):
     assert all(f["verdict"] in [v.value for v in ACCUSING] or f["device"] is None for f in report["findings"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(STEPS, SUBSETS, st.booleans()), max_size=6))
 def test_software_nans_on_several_ranks_accuse_nobody(story):
     job = Job(WORLD)

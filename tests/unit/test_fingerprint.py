@@ -276,7 +276,7 @@ def test_collector_in_autograd_hooks():
         assert table[slot] == reference.fingerprint(model.get_parameter(name).grad)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.binary(max_size=2000), cuts=st.lists(st.integers(0, 2000), max_size=5), repeat=st.sampled_from([1, 700]))
 def test_streams_equal_tensors_however_cut(data, cuts, repeat):
     data = data * repeat
@@ -287,7 +287,7 @@ def test_streams_equal_tensors_however_cut(data, cuts, repeat):
     assert one(torch.tensor(bytearray(data), dtype=torch.uint8)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(0, 6), max_size=4),
     order=st.randoms(use_true_random=False),

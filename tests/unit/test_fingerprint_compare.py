@@ -54,7 +54,7 @@ def test_digest_is_the_same_for_ever():
     assert fp.digest(table, [("torch.float32", (2,), (1,), 8)]) == (-4039611654985113636, 2146254505789902428)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64]),
     flips=st.sets(st.tuples(st.integers(0, 59), st.integers(0, 127)), min_size=1, max_size=6),

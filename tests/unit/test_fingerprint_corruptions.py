@@ -227,7 +227,7 @@ def test_swaps_in_other_types(dtype):
     assert caught(t, damaged) == len(damaged) > 5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     words=st.lists(st.tuples(st.integers(0, 65535), st.integers(-(2**31), 2**31 - 1)), min_size=1, max_size=2),
     base=st.sampled_from([0, -1, 1, 2**31 - 1, -(2**31)]),

@@ -117,7 +117,7 @@ def state(rank):
 # -- values ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.floats(width=32, allow_nan=False), st.integers(0, 31))
 def test_bit_flip_in_fp32_against_struct(value, bit):
     tensor = torch.tensor([1.0, value, 2.0])

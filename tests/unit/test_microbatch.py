@@ -21,7 +21,7 @@ def trip(tensor):
     return unpack(pickle.loads(pickle.dumps(pack(freeze(tensor), tensor.requires_grad))), CPU)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 5), max_size=4), st.sampled_from(DTYPES), st.integers(0, 20), st.randoms(), st.booleans()
 )
