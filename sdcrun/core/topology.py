@@ -1,4 +1,4 @@
-"""Failure domains, who recomputes whose micro-batch, and who arbitrates between the two.
+"""Failure domains, who recomputes whose micro-batch, who arbitrates between the two, and the tree of messages.
 
 Everything here is a pure function of what all ranks know, so that every rank computes the same answer without a
 message. `domains` is either a sequence (index: rank) or a mapping (rank to domain id); ranks are all of one
@@ -9,6 +9,7 @@ compared.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -16,6 +17,26 @@ MAX_JURY = 3
 
 T = TypeVar("T")
 Table = Mapping[int, T] | Sequence[T]
+
+
+def tree(rank: int, size: int, fan_out: int) -> tuple[int | None, list[int]]:
+    """(parent, children) of `rank` in a tree over ranks 0 to `size` - 1: 0 on top, at most `fan_out` children each.
+
+    Every subtree is a stretch of neighbouring ranks, so most of its edges stay within a node; it is as shallow as such
+    a tree can be. Raises ValueError where there is no such rank.
+    """
+    if not 0 <= rank < size or fan_out < 1:
+        raise ValueError(f"rank {rank} of {size}, {fan_out} children each")
+    parent, top, end = None, 0, size
+    while True:
+        # What is below `top`, in at most `fan_out` stretches whose lengths differ by one at most.
+        below = end - top - 1
+        parts = min(fan_out, below)
+        edges = [top + 1 + below * part // parts for part in range(parts + 1)] if parts else []
+        if top == rank:
+            return parent, edges[:-1]
+        place = bisect.bisect_right(edges, rank) - 1
+        parent, top, end = top, edges[place], edges[place + 1]
 
 
 def failure_domains(nodes: Sequence[int]) -> list[int]:

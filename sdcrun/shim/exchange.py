@@ -1,7 +1,7 @@
 """Bytes between ranks of one group, point to point, every wait bounded.
 
-Collectives on the ballot's group keep one fixed size, because a size mismatch on gloo ends the process; whatever has
-another size travels here: one tag per purpose, a size header first, the payload second.
+A ballot's messages keep one fixed size, because a size mismatch on gloo ends the process; whatever has another size
+travels here: one tag per purpose, above the ballot's, a size header first, the payload second.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch
+
+from sdcrun.core import topology
 
 MAX_BYTES = 1 << 34
 INLINE = 4096
@@ -72,8 +74,8 @@ class Exchange:
         one message, so that no rank speaks with more than three others. Raises ExchangeFailed."""
         if self.size == 1:
             return [payload]
-        children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
-        above = [(self.rank - 1) // 2] if self.rank else []
+        parent, children = topology.tree(self.rank, self.size, 2)
+        above = [] if parent is None else [parent]
         below = self.swap({}, children, tag, timeout) if children else {}
         whole = _packed(self.rank, payload) + b"".join(below[child] for child in children)
         if above:

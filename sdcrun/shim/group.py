@@ -18,7 +18,7 @@ from sdcrun.shim.checkpoints.clock import Clock
 from sdcrun.shim.checkpoints.recognise import Dropped
 from sdcrun.shim.exchange import Exchange
 from sdcrun.shim.rendezvous import Rendezvous
-from sdcrun.shim.transport import SIDE_LIMIT, transport_for
+from sdcrun.shim.transport import SIDE_LIMIT, TreeTransport
 
 LISTED_RANKS = 64
 KEPT_DROPPED = 4
@@ -122,9 +122,7 @@ class GuardGroup:
         self.guards.append(guard)
         self.dropped = []
         if self.transport is None and self.size > 1:
-            device = next((p.device for p in guard.parameters.values()), torch.device("cpu"))
-            limit = self.config.ballot_timeout
-            self.transport = transport_for(self.pg, guard.ddp.process_group, device, limit)
+            self.transport = TreeTransport(self.pg, self.rank, self.config.ballot_timeout)
         self.modules_made += 1
         if self.budget is None and self.config.budget is not None and self.size > 1:
             from sdcrun.shim.budget import Budget

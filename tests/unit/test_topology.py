@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections import Counter
 from itertools import permutations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdcrun.core.topology import arbiters, failure_domains, jury, replayer_of, without_partner
+from sdcrun.core.topology import arbiters, failure_domains, jury, replayer_of, tree, without_partner
 
 node_lists = st.lists(st.integers(0, 8), min_size=1, max_size=40)
 domain_lists = st.lists(st.integers(0, 5), min_size=1, max_size=30)
+
+
+@given(st.integers(1, 400), st.integers(1, 9))
+def test_the_tree_joins_all_ranks_and_keeps_neighbours_together(size, fan_out) -> None:
+    places = [tree(rank, size, fan_out) for rank in range(size)]
+    assert places[0][0] is None
+    assert sorted(child for _, children in places for child in children) == list(range(1, size))
+    below, depth = {}, [0] * size
+    for rank, (parent, children) in reversed(list(enumerate(places))):
+        assert len(children) <= fan_out and all(places[child][0] == rank for child in children)
+        below[rank] = [rank, *(r for child in children for r in below[child])]
+        assert below[rank] == list(range(rank, rank + len(below[rank]))), "a subtree is a stretch of ranks"
+        depth[rank] = max((depth[child] + 1 for child in children), default=0)
+        assert parent is None or parent < rank
+    assert fan_out == 1 or depth[0] == 0 or fan_out ** (depth[0] - 1) < size
+
+
+@pytest.mark.parametrize("rank, size, fan_out", [(3, 3, 2), (-1, 3, 2), (0, 1, 0)])
+def test_there_is_no_place_outside_the_tree(rank, size, fan_out) -> None:
+    with pytest.raises(ValueError):
+        tree(rank, size, fan_out)
 
 
 def test_domain_is_the_node_from_three_nodes_on_else_the_device() -> None:

@@ -259,7 +259,8 @@ class Auditor:
         mismatch = audit is not None and failure is None and kind == attribute.MISMATCH
         everybody = mismatch and not hit and not self.calibration.done and _all_differ(audit)
         mismatch = mismatch and not everybody
-        if not self._closing(step, failure, mismatch) or audit is None:
+        together = rounds.met and failure is None or self._closing(step, failure, mismatch)
+        if not together or audit is None:
             return outcome
         outcome.compared, outcome.clean = kind != attribute.DECLINED, kind == attribute.CLEAN
         if self._auditing and outcome.compared:

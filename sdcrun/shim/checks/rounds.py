@@ -48,6 +48,8 @@ class Rounds:
         self.seconds = {"ship": 0.0, "replay": 0.0, "compare": 0.0}
         self.parcels: dict[int, Parcel | str] = {group.rank: parcel}
         self.unstable: set[str] = set()
+        # All ranks have heard from one another that all is well, and need not meet again for it.
+        self.met = False
         self._limit = limit
         self._tag = 1000 + (step % 100_000) * ROUNDS
 
@@ -72,6 +74,7 @@ class Rounds:
             # The others wait in the all-reduce: they must hear of it there.
             failure = error
         if not without and self._quiet(statement, held, comparisons, failure):
+            self.met = True
             return Audit(
                 step=self.step, group=tuple(group.ranks), domains=tuple(self.domains), calibration=own,
                 weights_agree=True, cause=cause, agreed=group.size, own_agreed=group.size if own else 0, **statement,
