@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --hypothesis-profile explore
 
 # Runs the commands of README.md and puts what they print into it.
 readme: $(STAMP)
