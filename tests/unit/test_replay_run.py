@@ -9,7 +9,6 @@ from replaykit import Solo, bits, guard_of, same
 from torch import nn
 
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names, digest
-from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import state
 from sdcrun.shim.replay.muted import muted
 from sdcrun.shim.replay.program import FALLBACK, FULL
@@ -418,28 +417,6 @@ def test_comparison_names_differences_in_forward_order(net):
     narrowed = compare(0, 1, "ring", parcel, result, {":b.bias", ":a.weight", "loss"}, str)
     assert narrowed.agrees and narrowed.loss_agrees is None
     assert compare(0, 1, "ring", parcel, "no memory", (), str).declined == "no memory"
-
-
-def test_torchscript_still_knows_the_patched_function():
-    autograd.install()
-
-    def loss(x: torch.Tensor):
-        torch.autograd.backward([x.sum()], None)
-        return x
-
-    assert "aten::backward" in str(torch.jit.script(loss).graph)
-
-
-def test_undo_restores_torch():
-    autograd.install()
-    patched = torch.autograd.backward
-    autograd.undo()
-    try:
-        assert torch.autograd.backward is not patched
-        assert torch.autograd.backward.__module__ == "torch.autograd"
-        assert not hasattr(torch.autograd.Function.apply, "__wrapped__")
-    finally:
-        autograd.install()
 
 
 def test_function_that_stood_in_for_the_forward_stands_in_again(net):

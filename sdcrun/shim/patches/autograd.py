@@ -2,11 +2,13 @@
 
 `Tensor.backward` looks `torch.autograd.backward` up at each call, so one patch covers both. `observers` are told of the
 outermost calls only: reentrant checkpoints call backward from within, and a replay's own calls are nobody's business.
+What is outermost the engine knows: it makes nested calls on threads of its own as well, and scripts have theirs.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +32,8 @@ class CallObserver(Protocol):
 
 observers: list[Observer] = []
 _watcher: CallObserver | None = None
+_watched_thread = 0
 _originals: dict[str, Any] = {}
-_depth = 0
 
 
 def backward_now(*args, **kwargs) -> None:
@@ -42,6 +44,18 @@ def backward_now(*args, **kwargs) -> None:
 def grad_now(*args, **kwargs) -> Any:
     """torch's own grad, whether or not it is watched."""
     return _originals.get("grad", torch.autograd.grad)(*args, **kwargs)
+
+
+def _inside_backward() -> bool:
+    """Whether the engine calls us: from a hook, or from a custom Function's backward. True on its own threads, too."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _watching() -> bool:
+    """Whether the watcher wants this call of grad or apply: it follows one thread, where that runs no backward."""
+    if _watcher is None or torch.compiler.is_compiling() or replaying():
+        return False
+    return threading.get_ident() == _watched_thread and not _inside_backward()
 
 
 def install(runtime=None) -> None:
@@ -59,20 +73,15 @@ def install(runtime=None) -> None:
     def backward(
         tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None
     ):
-        global _depth
         options = {
             "retain_graph": retain_graph, "create_graph": create_graph,
             "grad_variables": grad_variables, "inputs": inputs,
         }  # fmt: skip
-        if _depth or replaying():
+        if replaying() or _inside_backward():
             return original(tensors, grad_tensors, **options)
-        _depth += 1
-        try:
-            if before_backward is not None:
-                before_backward()
-            return _nested(list(observers), original, tensors, grad_tensors, options)
-        finally:
-            _depth -= 1
+        if before_backward is not None:
+            before_backward()
+        return _around(list(observers), original, tensors, grad_tensors, options)
 
     torch.autograd.backward = torch._disable_dynamo(backward)
     _tell_torchscript(torch.autograd.backward, "aten::backward")
@@ -85,7 +94,7 @@ def _patch_apply() -> None:
 
     @functools.wraps(original.__func__)
     def apply(cls, *args, **kwargs):
-        if _watcher is None or torch.compiler.is_compiling() or _depth or replaying():
+        if not _watching():
             return original.__func__(cls, *args, **kwargs)
         return _watcher.function(original.__func__, cls, args, kwargs)
 
@@ -93,16 +102,17 @@ def _patch_apply() -> None:
 
 
 def watch(watcher: CallObserver) -> None:
-    """Hands calls of torch.autograd.grad and Function.apply to `watcher` until `unwatch`: the stretch between a forward
-    and its backward in an audit step. Only then is grad patched, because compiled functions may trace the original."""
-    global _watcher
+    """Hands this thread's calls of torch.autograd.grad and Function.apply to `watcher` until `unwatch`: the stretch
+    between a forward and its backward in an audit step. Only then is grad patched, because compiled functions may trace
+    the original."""
+    global _watcher, _watched_thread
     unwatch()
-    _watcher = watcher
+    _watcher, _watched_thread = watcher, threading.get_ident()
     _originals["grad"] = original = torch.autograd.grad
 
     @functools.wraps(original)
     def grad(outputs, inputs, *args, **kwargs):
-        if _watcher is None or torch.compiler.is_compiling() or _depth or replaying():
+        if not _watching():
             return original(outputs, inputs, *args, **kwargs)
         return _watcher.gradient(original, outputs, inputs, args, kwargs)
 
@@ -117,12 +127,12 @@ def unwatch() -> None:
         torch.autograd.grad = _originals.pop("grad")
 
 
-def _nested(around: list[Observer], run, tensors, grad_tensors, options: dict) -> Any:
+def _around(around: list[Observer], run, tensors, grad_tensors, options: dict) -> Any:
     if not around:
         return run(tensors, grad_tensors, **options)
 
     def inner(tensors, grad_tensors, options):
-        return _nested(around[:-1], run, tensors, grad_tensors, options)
+        return _around(around[:-1], run, tensors, grad_tensors, options)
 
     return around[-1].around_backward(inner, tensors, grad_tensors, options)
 
