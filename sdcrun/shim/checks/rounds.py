@@ -69,11 +69,9 @@ class Rounds:
                 comparisons.append(self._compute(group.rank, OWN))
             held = weights()
         except Exception as error:
-            if without:
-                raise
             # The others wait in the all-reduce: they must hear of it there.
             failure = error
-        if not without and self._quiet(statement, held, comparisons, failure):
+        if self._quiet(statement, held, comparisons, failure, loud=bool(without)):
             self.met = True
             return Audit(
                 step=self.step, group=tuple(group.ranks), domains=tuple(self.domains), calibration=own,
@@ -108,13 +106,13 @@ class Rounds:
 
     def _quiet(
         self, statement: dict[str, Any], weights: dict[str, list[int]], comparisons: list[Comparison],
-        failure: Exception | None,
+        failure: Exception | None, loud: bool,
     ) -> bool:  # fmt: skip
         """Whether all ranks have nothing to tell but that everything agrees: eight integers in one all-reduce, while
-        statements of every rank to every rank are for faults only. Raises `failure`, which kept this rank from its
-        part of the audit, or ExchangeFailed, also where another rank failed."""
+        statements of every rank to every rank are for what is `loud`, faults above all. Raises `failure`, which kept
+        this rank from its part of the audit, or ExchangeFailed, also where another rank failed."""
         started = self.group.clock()
-        loud = isinstance(self.mine, str) or bool(self.unstable)
+        loud |= isinstance(self.mine, str) or bool(self.unstable)
         loud |= any(not c.agrees or c.nonfinite_owner or c.nonfinite_replayer for c in comparisons)
         text = json.dumps([statement, weights], sort_keys=True).encode()
         first, second = struct.unpack("<QQ", hashlib.blake2b(text, digest_size=16).digest())
@@ -217,7 +215,12 @@ class Rounds:
         started = self.group.clock()
         me = self.group.rank
         receivers = [rank for rank in routes.get(me, []) if rank != me]
-        data = b"" if isinstance(self.mine, str) or not receivers else self.mine.dumps()
+        data = b""
+        try:
+            if receivers and not isinstance(self.mine, str):
+                data = self.mine.dumps()
+        except Exception as error:
+            self.mine = f"the micro-batch cannot be packed: {type(error).__name__}: {error}"[:200]
         owners = [owner for owner, ranks in routes.items() if me in ranks and owner != me]
         for owner, blob in self._swap(dict.fromkeys(receivers, data), owners).items():
             if not blob:

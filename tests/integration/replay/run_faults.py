@@ -1,9 +1,11 @@
 """Audits of a small model with one thing wrong in each case; rank 0 prints one JSON line per case.
 
 {"case", "lockstep": weights equal on all ranks at the end, "mismatches": [per audit], "events": [audit data], "off",
- "votes": [per audit], "trace_free": bits of a run without audit, where the case computes nothing wrong}
+ "offs": of all ranks, "votes": [per audit], "trace_free": bits of a run without audit on this rank, where the case
+ computes nothing wrong}
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -21,7 +23,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[2])]
 import stage  # noqa: E402
 
 from sdcrun.core.types import Config  # noqa: E402
-from sdcrun.shim.checks import replay  # noqa: E402
+from sdcrun.shim.checks import replay, rounds  # noqa: E402
+from sdcrun.shim.checks.opinion import Parcel  # noqa: E402
 from sdcrun.shim.replay.state import replaying  # noqa: E402
 
 STEPS = 4
@@ -109,12 +112,40 @@ CASES = {
     "by-rank": Case("by-rank", rank=None),
     "late": Case("late", rank=1, step=2),
 }
+# What one rank alone cannot do in its part of the audit of step 2, and whether the others then wait for it in vain.
+ALONE = {
+    "alone-packs": (Parcel, "dumps", False),
+    "alone-ships": (rounds.Rounds, "_ship", True),
+    "alone-compares": (rounds, "compare", False),
+    "alone-weighs": (replay.Auditor, "_weights", False),
+}
+CASES |= {name: Case(name, rank=1, step=2) for name in ALONE}
+
+
+def no_room(*args, **kwargs):
+    raise MemoryError("no room")
+
+
+@contextlib.contextmanager
+def broken(case):
+    """While an optimizer steps, which is where the audit is held."""
+    owner, part, _ = ALONE.get(case.site, (None, "", False))
+    if owner is None or not case.now(case.site):
+        yield
+        return
+    whole = vars(owner)[part]
+    setattr(owner, part, no_room)
+    try:
+        yield
+    finally:
+        setattr(owner, part, whole)
 
 
 def run(case, audited):
     HERE_STAGE.fresh(audited)
-    HERE_STAGE.config = Config(exchange_timeout=2.0 if case.site == "late" else 60.0)
-    replay.SLOWER = 0 if case.site == "late" else 30
+    in_vain = case.site == "late" or ALONE.get(case.site, ("", "", False))[2]
+    HERE_STAGE.config = Config(exchange_timeout=2.0 if in_vain else 60.0)
+    replay.SLOWER = 0 if in_vain else 30
     torch.manual_seed(3)
     model = DDP(Net(case))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -138,7 +169,8 @@ def run(case, audited):
             HERE_STAGE.guards[0].local_bad.append({"tensor": "first.weight"})
         if local:
             optimizer.zero_grad(set_to_none=False)
-        optimizer.step()
+        with broken(case):
+            optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -150,10 +182,12 @@ def main():
     HERE_STAGE = here = stage.start()
     for name in sys.argv[1:] or CASES:
         case = CASES[name]
-        plain = run(Case(case.site, case.rank, case.step), False) if name in ("clean",) else None
+        plain = run(Case(case.site, case.rank, case.step), False) if name in ("clean", *ALONE) else None
         weights = run(case, True)
         everyone = [torch.empty_like(weights) for _ in range(here.size)]
         torch.distributed.all_gather(everyone, weights)
+        offs = [None] * here.size
+        torch.distributed.all_gather_object(offs, here.auditor.off or here.off)
         if here.rank == 0:
             line = {
                 "case": name,
@@ -161,7 +195,8 @@ def main():
                 "mismatches": [outcome.mismatch for outcome in here.outcomes],
                 "votes": [outcome.vote for outcome in here.outcomes],
                 "events": [outcome.event for outcome in here.outcomes if outcome.event],
-                "off": here.auditor.off or here.off,
+                "off": offs[here.rank],
+                "offs": offs,
                 "said": here.said,
                 "trace_free": plain is None or torch.equal(plain, weights),
             }
