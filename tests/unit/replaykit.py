@@ -19,6 +19,10 @@ def guard_of(module, name=""):
     )
 
 
+class Probe(list):
+    """Sees what a replay does: a plain list of the script's would be put back as it was before."""
+
+
 class Solo:
     """`with Solo(module) as solo:` records; `solo(x)` is the guarded forward; `solo.parcel()` what would be sent."""
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from replaykit import Solo, bits, guard_of, same
+from replaykit import Probe, Solo, bits, guard_of, same
 from torch import nn
 
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names, digest
@@ -98,7 +98,7 @@ def test_a_flipped_bit_in_a_replay_is_seen(net):
 
 
 def test_replay_scope_is_visible_inside_and_only_there(net):
-    seen = []
+    seen = Probe()
     net.a.register_forward_hook(state.keep_in_replay(lambda *args: seen.append(state.replaying())))
     x, y = data()
     with Solo(net) as solo:
@@ -140,7 +140,7 @@ def test_real_parameters_kept_elsewhere_are_not_reached(net):
 
 
 def test_onlooking_hooks_do_not_run_again_and_acting_ones_do(net):
-    seen = []
+    seen = Probe()
     net.a.register_forward_hook(lambda module, args, output: seen.append("looked"))
     net.a.register_forward_hook(lambda module, args, output: seen.append("acted") or output * 2)
     net.b.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))

@@ -38,6 +38,11 @@ def _registries(module: torch.nn.Module) -> Iterator[tuple[str, str, dict]]:
                 yield name, kind, registry
 
 
+def hooks_of(part: torch.nn.Module) -> list[Callable]:
+    """The hooks that somebody put on this module alone."""
+    return [hook for kind in (*_FORWARD, *_BACKWARD) for hook in (vars(part).get(kind) or {}).values()]
+
+
 def _from_torch(hook: Callable) -> bool:
     """Hooks of torch's own (weight norm, pruning) return nothing and are still part of the computation."""
     kind = getattr(hook, "__module__", None) or type(hook).__module__

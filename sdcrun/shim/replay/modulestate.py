@@ -19,7 +19,7 @@ from sdcrun.shim.microbatch import dumps, tensors_of
 
 _PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque, bytearray)
-_REGISTRIES = frozenset(vars(torch.nn.Module()))
+REGISTRIES = frozenset(vars(torch.nn.Module()))
 _NAMED = ("_buffers", "_modules", "_parameters")
 LONGEST_LIST = 10_000
 
@@ -37,7 +37,7 @@ def _is_plain(value: Any) -> bool:
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[Key, Any]]:
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if attribute == "training" or attribute not in _REGISTRIES:
+            if attribute == "training" or attribute not in REGISTRIES:
                 yield (name, attribute), value
 
 
@@ -134,7 +134,7 @@ def preserved(module: torch.nn.Module) -> Iterator[None]:
     """Puts every attribute of every submodule back as it was: rebound, added, deleted ones, and lists' contents."""
     before = []
     for part in module.modules():
-        own = {key: value for key, value in vars(part).items() if key == "training" or key not in _REGISTRIES}
+        own = {key: value for key, value in vars(part).items() if key == "training" or key not in REGISTRIES}
         contents = {key: list(value) for key, value in own.items() if type(value) is list}
         before.append((part, own, contents, [set(vars(part)[name]) for name in _NAMED]))
     try:
@@ -145,7 +145,7 @@ def preserved(module: torch.nn.Module) -> Iterator[None]:
             for name, known in zip(_NAMED, names):
                 for key in [key for key in held[name] if key not in known]:
                     del held[name][key]
-            for key in [key for key in held if key not in own and key not in _REGISTRIES]:
+            for key in [key for key in held if key not in own and key not in REGISTRIES]:
                 del held[key]
             for key, value in own.items():
                 if key not in held or held[key] is not value:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
 from sdcrun.shim.patches import autograd
-from sdcrun.shim.replay import modulestate
+from sdcrun.shim.replay import modulestate, scriptstate
 from sdcrun.shim.replay.collect import GradientTable, dense, values_table
 from sdcrun.shim.replay.collectives import NoCollectives
 from sdcrun.shim.replay.compiled import set_eval_frame
@@ -101,6 +101,8 @@ class _Run:
             if self.program.strict:
                 stack.enter_context(strict_kernels())
             stack.callback(self.table.drop)
+            modules = [self.guards[place].module for place in self._places()]
+            stack.enter_context(scriptstate.preserved(modules, [local.forward for local in self.local.values()]))
             for place in self._places():
                 self._swap(stack, place)
             for entry in self.program.entries:

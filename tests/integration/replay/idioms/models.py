@@ -193,3 +193,38 @@ def attribute_on_a_submodule(rank):
     net = Chatty()
     losses, models, optimizers = classify(DDP(net))
     return [*losses, net.first.extra], models, optimizers
+
+
+class Collecting(Net):
+    """Counts its calls and collects what it saw in variables of the script."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__(dropout=0.1)
+        self.noise = torch.Generator().manual_seed(dist.get_rank())
+
+    def forward(self, x, y):
+        Collecting.calls += 1
+        torch.rand(3, generator=self.noise)
+        loss = F.cross_entropy(super().forward(x), y)
+        COLLECTED.append(loss.item())
+        return loss
+
+
+COLLECTED: list[float] = []
+
+
+@idiom(WHOLE)
+def variables_of_the_script(rank):
+    Collecting.calls = 0
+    COLLECTED.clear()
+    model = DDP(Collecting())
+
+    def step_loss(step):
+        loss = model(*batch(step))
+        loss.backward()
+        return loss
+
+    losses, modules, optimizers = train(model, step_loss)
+    return [*losses, *COLLECTED, Collecting.calls, model.module.noise.get_state()], modules, optimizers

@@ -1,0 +1,314 @@
+"""What the code of a forward can reach outside its module: globals, closures, class and function attributes.
+
+People count steps and collect losses in variables of their script. A replay runs the same code once more, so what that
+code names is noted before and put back afterwards. Looked at are the methods of the classes in the module's tree, its
+hooks, and the functions and classes of the script that these use; libraries' own only within the same file.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from sdcrun.shim.replay.hooks import hooks_of
+from sdcrun.shim.replay.modulestate import REGISTRIES
+
+LONGEST = 10_000  # items of a container; of a longer list only the length is noted
+MOST = 100_000  # items of all containers together
+LARGEST = 1 << 20  # bytes of a tensor or an array
+DEEPEST = 4
+
+_FIXED = (int, float, complex, str, bytes, tuple, frozenset)
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)
+_SEQUENCES = (list, set, bytearray, collections.deque)
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sdcrun"}) - {"__main__"}
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_MISSING = object()
+
+Undo = Callable[[], None]
+
+
+def _root(name: Any) -> str:
+    return str(name).partition(".")[0]
+
+
+def _is_script(globals_: dict) -> bool:
+    """The file is the script's own, no installed library's."""
+    path = globals_.get("__file__") or ""
+    installed = "site-packages" in path or "dist-packages" in path
+    name = globals_.get("__name__")
+    return name == "__main__" or (_root(name) not in _FOREIGN and not installed)
+
+
+class Reach:
+    """The places that `functions` and the methods of `classes` can reach: names in dicts of globals, cells, attributes
+    of classes, functions. A name that no code stores to is one only while something changeable bears it."""
+
+    def __init__(self, classes: Iterable[type], functions: Iterable[Any]) -> None:
+        self.names: dict[tuple[int, str], dict] = {}
+        self.cells: dict[int, types.CellType] = {}
+        self.attributes: list[tuple[type, str]] = []
+        self.functions: dict[int, types.FunctionType] = {}
+        self._classes: dict[int, type] = {}
+        self._pending: list[types.FunctionType] = []
+        for cls in classes:
+            self._class(cls)
+        for function in functions:
+            self._function(function)
+        while self._pending:
+            self._look_into(self._pending.pop())
+
+    def _class(self, cls: type) -> None:
+        if id(cls) in self._classes or _root(cls.__module__) in _FOREIGN:
+            return
+        self._classes[id(cls)] = cls
+        for name, value in vars(cls).items():
+            if not name.startswith("__") and not isinstance(value, _CODE):
+                self.attributes.append((cls, name))
+            for inner in (value, *(getattr(value, part, None) for part in ("__func__", "fget", "func"))):
+                self._function(inner)
+
+    def _function(self, value: Any) -> None:
+        value = getattr(value, "__func__", value)
+        if not isinstance(value, types.FunctionType) or id(value) in self.functions:
+            return
+        root = _root(value.__globals__.get("__name__"))
+        # A decorator of a library's has the script's function in its closure.
+        if root not in _FOREIGN or (value.__closure__ and root != "sdcrun"):
+            self.functions[id(value)] = value
+            self._pending.append(value)
+
+    def _look_into(self, function: types.FunctionType) -> None:
+        self._function(getattr(function, "__wrapped__", None))
+        for cell in function.__closure__ or ():
+            self.cells[id(cell)] = cell
+            self._follow(_content(cell), None)
+        around = function.__globals__
+        if _root(around.get("__name__")) in _FOREIGN:
+            return
+        for code in _codes(function.__code__):
+            stores = _STORE_GLOBAL in code.co_code[::2]
+            for name in code.co_names:
+                value = around.get(name, _MISSING)
+                if stores or not (value is _MISSING or isinstance(value, (*_CODE, *_FIXED))):
+                    self.names[id(around), name] = around
+                self._follow(value, around)
+
+    def _follow(self, value: Any, around: dict | None) -> None:
+        """Functions and classes of the same file (`around`: its globals) and of the script."""
+        if isinstance(value, types.FunctionType):
+            if value.__globals__ is around or _is_script(value.__globals__):
+                self._function(value)
+        elif isinstance(value, type):
+            home = vars(sys.modules.get(value.__module__, types))
+            if home is around or _is_script(home):
+                self._class(value)
+
+    def note(self, notes: Notes) -> None:
+        """Adds all of it, as it is now."""
+        for (_, name), around in self.names.items():
+            notes.variable(around.get(name, _MISSING), around, name)
+        for cell in self.cells.values():
+            notes.cell(cell)
+        for cls, name in self.attributes:
+            notes.attribute(cls, name)
+        for function in self.functions.values():
+            notes.contents(vars(function))
+            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                notes.contents(default)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+class Notes:
+    """Notes values and collects in `undo` what puts them back; each container once."""
+
+    def __init__(self) -> None:
+        self.undo: list[Undo] = []
+        self._seen: set[int] = set()
+        self._room = MOST
+
+    def variable(self, value: Any, around: dict, name: str) -> None:
+        """A global, which may be bound anew, deleted or made."""
+
+        def put_back() -> None:
+            if value is _MISSING:
+                around.pop(name, None)
+            elif around.get(name, _MISSING) is not value:
+                around[name] = value
+
+        self._bound(value, put_back)
+
+    def cell(self, cell: types.CellType) -> None:
+        """A variable of an enclosing function."""
+        value = _content(cell)
+
+        def put_back() -> None:
+            if value is not _MISSING and _content(cell) is not value:
+                cell.cell_contents = value
+
+        self._bound(value, put_back)
+
+    def attribute(self, cls: type, name: str) -> None:
+        """An attribute of a class."""
+        value = vars(cls).get(name, _MISSING)
+
+        def put_back() -> None:
+            if value is not _MISSING and vars(cls).get(name, _MISSING) is not value:
+                setattr(cls, name, value)
+
+        self._bound(value, put_back)
+
+    def _bound(self, value: Any, put_back: Undo) -> None:
+        if not isinstance(value, _CODE):
+            self.undo.append(put_back)
+            self.contents(value)
+
+    def contents(self, value: Any, depth: int = 0) -> None:
+        """A container, a small tensor or array, a generator of random numbers, or an object of the script's classes."""
+        if value is None or isinstance(value, _FIXED) or id(value) in self._seen or depth > DEEPEST or self._room < 0:
+            return
+        self._seen.add(id(value))
+        kind, inner = type(value), []
+        if kind in _MAPPINGS:
+            if len(value) <= LONGEST:
+                inner = self._mapping(value)
+        elif kind in _SEQUENCES:
+            if len(value) <= LONGEST:
+                inner = self._sequence(value)
+            elif kind is list:
+                self._longer(value)
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif kind.__name__ == "ndarray":
+            self._array(value)
+        elif isinstance(value, (torch.Generator, random.Random)) or hasattr(kind, "bit_generator"):
+            self._generator(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, *_CODE)) and _is_scripts(kind):
+            inner = self._mapping(vars(value))
+        self._room -= len(inner)
+        for item in inner:
+            self.contents(item, depth + 1)
+
+    def _mapping(self, value: dict) -> list:
+        kept = list(value.items())
+
+        def put_back() -> None:
+            if len(value) != len(kept) or any(
+                key is not name or item is not content for (key, item), (name, content) in zip(value.items(), kept)
+            ):
+                value.clear()
+                for name, content in kept:
+                    value[name] = content
+
+        self.undo.append(put_back)
+        return [content for _, content in kept]
+
+    def _sequence(self, value: Any) -> list:
+        kept = list(value)
+
+        def put_back() -> None:
+            if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept)):
+                value.clear()
+                (value.update if isinstance(value, set) else value.extend)(kept)
+
+        self.undo.append(put_back)
+        return kept
+
+    def _longer(self, value: list) -> None:
+        length = len(value)
+
+        def put_back() -> None:
+            del value[length:]
+
+        self.undo.append(put_back)
+
+    def _tensor(self, value: torch.Tensor) -> None:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+        if not plain or value.is_inference() or value.nbytes > LARGEST:
+            return
+        version, kept = value._version, value.clone()
+
+        def put_back() -> None:
+            if value._version != version:
+                value.data.copy_(kept)
+
+        self.undo.append(put_back)
+
+    def _array(self, value: Any) -> None:
+        if value.nbytes > LARGEST or not value.flags.writeable:
+            return
+        kept = value.copy()
+
+        def put_back() -> None:
+            value[...] = kept
+
+        self.undo.append(put_back)
+
+    def _generator(self, value: Any) -> None:
+        if isinstance(value, torch.Generator):
+            state = value.get_state()
+            self.undo.append(lambda: value.set_state(state))
+        elif isinstance(value, random.Random):
+            drawn = value.getstate()
+            self.undo.append(lambda: value.setstate(drawn))
+        else:
+            bits, drawn = value.bit_generator, value.bit_generator.state
+            self.undo.append(lambda: setattr(bits, "state", drawn))
+
+
+def _is_scripts(cls: type) -> bool:
+    home = sys.modules.get(cls.__module__)
+    return home is not None and _is_script(vars(home))
+
+
+# The one reach that was looked for last, with what it was looked for: a forward's code does not change.
+_known: list[tuple[list, Reach]] = []
+
+
+def _reach(parts: list[torch.nn.Module], forwards: list) -> Reach:
+    sources = list({cls: None for part in parts for cls in type(part).__mro__})
+    functions = [*forwards, *(function for part in parts for function in (vars(part).get("forward"), *hooks_of(part)))]
+    functions = [getattr(function, "__func__", function) for function in functions if function is not None]
+    wanted = [*sources, *functions]
+    if not _known or len(_known[0][0]) != len(wanted) or any(a is not b for a, b in zip(_known[0][0], wanted)):
+        _known[:] = [(wanted, Reach(sources, functions))]
+    return _known[0][1]
+
+
+@contextmanager
+def preserved(modules: list[torch.nn.Module], forwards: Iterable[Any]) -> Iterator[None]:
+    """Inside the block `modules` may run, and `forwards` that stand in for theirs (None: none does); behind it the
+    script's variables are as they were."""
+    parts = list({id(part): part for module in modules for part in module.modules()}.values())
+    notes = Notes()
+    _reach(parts, list(forwards)).note(notes)
+    for part in parts:
+        for name, value in vars(part).items():
+            if name not in REGISTRIES:
+                notes.contents(value)
+    with ExitStack() as stack:
+        for put_back in notes.undo:
+            stack.callback(put_back)
+        yield
