@@ -79,6 +79,10 @@ def dispatch(tokens: list[str]) -> int:
     if first == "--version":
         print(f"sdcrun {__version__}")
         return 0
+    from sdcrun import config
+
+    for line in config.unknown_variables(os.environ):
+        complain(line, "warning")
     if first in SUBCOMMANDS:
         if os.path.isfile(first):
             complain(f"to launch the file {first} that is here: sdcrun run {first}", "note")

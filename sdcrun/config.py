@@ -33,6 +33,13 @@ _NOT_IN_FILE = ("config", "off")
 FILE_KEYS = tuple(sorted({o.setting for o in OWN_OPTIONS} - set(_NOT_IN_FILE) | set(_LEAST) | set(_SECONDS)))
 # Set by `sdcrun campaign` in the files of its launches; of no use to anybody else.
 _BY_CAMPAIGN = ("campaign",)
+PREFIX = "SDCRUN_"
+# For people, beside the variables of the options; and what sdcrun sets for its own children, which may run it again.
+_NOT_OPTIONS = ("SDCRUN_DEBUG", "SDCRUN_DISABLE", "SDCRUN_SECRET")
+_FOR_CHILDREN = ("SDCRUN_RUN", "SDCRUN_RUNTIME", "SDCRUN_HOST", "SDCRUN_LOCAL_NODE", "SDCRUN_START", "SDCRUN_AGENT",
+                 "SDCRUN_ROUND", "SDCRUN_OWNER")  # fmt: skip
+# What Kubernetes puts into every container for a service called sdcrun or sdcrun-something.
+_OF_A_SERVICE = re.compile(r"(.+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,29 @@ def load(own: Mapping[str, list[str]], environ: Mapping[str, str]) -> Settings:
         values.update(level)
         sources.update({setting: source(setting) for setting in level})
     return _settled(values, sources, file)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One line for each variable that looks like ours and is none.
+
+    They are for warnings, unlike an unknown key of a file: an environment is not of the user's making alone, and a job
+    must not end for what an image or a newer sdcrun has left in it.
+    """
+    variables = [*(option.variable for option in OWN_OPTIONS), *_NOT_OPTIONS]
+    lines = []
+    for name in sorted(environ):
+        rest = name.removeprefix(PREFIX)
+        known = rest == name or name in variables or name in _FOR_CHILDREN
+        if known or not environ[name] or _OF_A_SERVICE.fullmatch(rest):
+            continue
+        setting = rest.lower().removeprefix("sdc_")
+        near = difflib.get_close_matches(setting, [v.removeprefix(PREFIX).lower() for v in variables], n=1)
+        if setting in FILE_KEYS and setting not in near:
+            hint = f"; {setting} is a key of the settings file only (--sdc-config)"
+        else:
+            hint = f" (did you mean {PREFIX}{near[0].upper()}?)" if near else " (sdcrun --help)"
+        lines.append(f"{name} is ignored: there is no such variable{hint}")
+    return lines
 
 
 def _settled(values: dict[str, Any], sources: dict[str, str], file: str | None) -> Settings:

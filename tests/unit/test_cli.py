@@ -91,6 +91,16 @@ def test_one_line_and_exit_2(folder, capsys, tokens, said):
     assert not (folder / "sdcrun_jobs").exists()
 
 
+@pytest.mark.parametrize("tokens", [["nosuch.py"], ["--sdc-quiet", "nosuch.py"], ["jobs"]])
+def test_a_mistyped_variable_is_one_warning(capsys, monkeypatch, tokens):
+    monkeypatch.setenv("SDCRUN_AUDIT_EVRY", "5")
+    monkeypatch.setenv("SDCRUN_RUN", "an outer job")
+    assert cli.main(tokens) == 2
+    assert capsys.readouterr().err.splitlines()[:-1] == [
+        "[sdcrun] warning: SDCRUN_AUDIT_EVRY is ignored: there is no such variable (did you mean SDCRUN_AUDIT_EVERY?)"
+    ]
+
+
 def test_a_terminal_without_our_signs_and_a_folder_that_is_not_there(tmp_path):
     (tmp_path / "job").mkdir()
     (tmp_path / "job/events.jsonl").write_bytes(b"".join(map(encode_event, healthy().events)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +61,35 @@ def test_every_option_is_a_variable_too(option, tmp_path):
 def test_variable_names():
     names = {option.name: option.variable for option in OWN_OPTIONS}
     assert names["--sdc-audit-every"] == "SDCRUN_AUDIT_EVERY" and names["--inject-fault"] == "SDCRUN_INJECT_FAULT"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("SDCRUN_AUDIT_EVRY", " (did you mean SDCRUN_AUDIT_EVERY?)"),
+        ("SDCRUN_SDC_AUDIT_EVERY", " (did you mean SDCRUN_AUDIT_EVERY?)"),
+        ("SDCRUN_audit_every", " (did you mean SDCRUN_AUDIT_EVERY?)"),
+        ("SDCRUN_DISABEL", " (did you mean SDCRUN_DISABLE?)"),
+        ("SDCRUN_OPTIMIZER_EVERY", "; optimizer_every is a key of the settings file only (--sdc-config)"),
+        ("SDCRUN_ZZZ", " (sdcrun --help)"),
+    ],
+)
+def test_a_mistyped_variable_is_said_with_the_nearest_name(name, hint):
+    given = {name: "3", "PATH": "/bin", "SDCRUN": "x", "SDCRUN_QIET": ""}
+    assert config.unknown_variables(given) == [f"{name} is ignored: there is no such variable{hint}"]
+
+
+def test_no_variable_that_sdcrun_reads_or_sets_is_called_unknown():
+    source = "".join(path.read_text() for path in Path(config.__file__).parent.rglob("*.py"))
+    names = set(re.findall(r"[\"'](SDCRUN_[A-Z_]*[A-Z])[\"']", source)) | {option.variable for option in OWN_OPTIONS}
+    assert {"SDCRUN_OWNER", "SDCRUN_ROUND", "SDCRUN_DEBUG", "SDCRUN_SECRET", "SDCRUN_DIR"} <= names
+    assert config.unknown_variables(dict.fromkeys(names, "1")) == []
+
+
+def test_what_kubernetes_says_of_a_service_called_sdcrun_is_no_typing_error():
+    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_EVENTS", "PORT", "PORT_4711_TCP", "PORT_4711_TCP_ADDR"]
+    given = [f"SDCRUN_{name}" for name in names] + [f"SDCRUN_CONTROLLER_{name}" for name in names]
+    assert config.unknown_variables(dict.fromkeys(given, "tcp://10.0.0.1:4711")) == []
 
 
 def test_ranks_configuration_is_not_taken_for_a_file():
@@ -191,9 +223,6 @@ def test_config_travels_as_json():
 
 
 def test_example_file_names_every_key_and_means_the_defaults():
-    import re
-    from pathlib import Path
-
     path = Path(__file__).parents[2] / "configs" / "sdcrun.yaml"
     settings = config.load({"config": [str(path)]}, {})
     assert settings.config == Config()
