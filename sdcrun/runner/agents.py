@@ -41,6 +41,7 @@ class Agents:
         self.failures: list[dict[str, Any]] = []
         self.sent: set[int] = set()
         self._reports: dict[int, int] = {}
+        self._told: dict[int, bytes] = {}
         self._interrupts = 0
         self._stopped = False
         self._ending_since: float | None = None
@@ -75,7 +76,7 @@ class Agents:
                 child = self.children.start("torchrun", index, arguments, own, pet, write, linger)
             finally:
                 os.close(write)
-            self._reports[child.pid] = read
+            self._reports[child.pid], self._told[child.pid] = read, b""
             self.living[child.pid] = child
         for end in linger:
             if end >= 0:
@@ -110,11 +111,12 @@ class Agents:
             name = signal.Signals(number).name
             self.voice.say(f"{name} passed on; the ranks have {self.grace:g} s to end{more}")
 
-    def stop(self, why: str) -> None:
-        """End all agents for a reason of sdcrun's own."""
+    def stop(self, why: str | None) -> None:
+        """End all agents for a reason of sdcrun's own; None: it has been said."""
         if not self._stopped:
             self._stopped = True
-            self.voice.say(why)
+            if why is not None:
+                self.voice.say(why)
             now = time.monotonic()
             self._ending_since = self._ending_since or now
             self._kill_at = self._kill_at or now + self.grace + 15.0
@@ -127,7 +129,7 @@ class Agents:
         # One that had to be killed because it waited for other agents would have ended with 1, as any other one does
         # after a signal.
         self.codes.append(1 if child.pid in self._killed else child.code or 0)
-        rows = self._read_report(self._reports.pop(child.pid))
+        rows = self._report(child.pid)
         if not self._stopped and not self.sent:
             self.failures += rows
         if child.code and not self._ending and self.living and len(self.living) < self.plan.min_nodes:
@@ -139,13 +141,20 @@ class Agents:
     def _ending(self) -> bool:
         return self._stopped or bool(self.sent) or self._end_all_at is not None
 
-    def _read_report(self, descriptor: int) -> list[dict[str, Any]]:
+    def _listen(self, pid: int) -> bytes:
+        """All that an agent has told so far: an empty line each time its ranks are about to start, and which failed."""
         try:
-            content = os.read(descriptor, 1 << 16)
-            rows = json.loads(content) if content else []
-        except (OSError, ValueError):
+            self._told[pid] += os.read(self._reports[pid], 1 << 16)
+        except OSError:
+            pass
+        return self._told[pid]
+
+    def _report(self, pid: int) -> list[dict[str, Any]]:
+        try:
+            rows = json.loads(self._listen(pid).strip() or b"[]")
+        except ValueError:
             rows = []
-        os.close(descriptor)
+        os.close(self._reports.pop(pid))
         # Also a rank that ended before anybody had looked led a session, in which it may have left processes.
         self.children.sessions.update(row["pid"] for row in rows)
         return [
@@ -181,7 +190,8 @@ class Agents:
         """Whether the agents that are left have had no rank for a while: torchrun would wait 300 s for one that has
         failed, or that wants another attempt when the ranks of the others are done. Between two attempts there are none
         either."""
-        seen = all(child.workers for child in self.living.values())
+        # One may have lived too short to be seen among the agent's children.
+        seen = all([self._listen(pid) or child.workers for pid, child in self.living.items()])
         # All agents of a fixed number of local nodes are here: nobody else can come and make the rendezvous whole.
         waiting = self.code or (seen and self.plan.local_nodes > 1 and self.plan.nodes is not None)
         if not self.living or not waiting or any(child.has_workers for child in self.living.values()):

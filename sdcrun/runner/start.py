@@ -45,7 +45,7 @@ def agent(pet, report, linger):
             os.environ.update(before)
 
     launcher.parse_args = parse_with_defaults
-    handlers = watch_rendezvous()
+    handlers = watch_rendezvous(report)
     try:
         code = launcher.main()
         # What is in `handlers` lives on, with it the store that this agent may serve.
@@ -61,11 +61,12 @@ def agent(pet, report, linger):
         return 1
 
 
-def watch_rendezvous():
+def watch_rendezvous(report):
     """Have torchrun's rendezvous tell its round to the ranks; returns the list that will hold its handler.
 
     Ranks need a number that all of them share and that no earlier attempt had: torchrun's restart count is each agent's
-    own, and stays the same when nodes join. A backend that has no rounds leaves the variable unset.
+    own, and stays the same when nodes join. A backend that has no rounds leaves the variable unset. An empty line on
+    `report` tells the supervisor that this agent has come so far: its ranks may be gone before anybody has seen them.
     """
     import torch.distributed.elastic.rendezvous.registry as registry
 
@@ -74,16 +75,17 @@ def watch_rendezvous():
     def make_and_watch(parameters):
         handler = make(parameters)
         made.append(handler)
-        if "SDCRUN_RUN" in os.environ:
-            next_rendezvous = handler.next_rendezvous
+        next_rendezvous = handler.next_rendezvous
 
-            def numbered():
-                information = next_rendezvous()
+        def watched():
+            information = next_rendezvous()
+            if "SDCRUN_RUN" in os.environ:
                 state = getattr(getattr(handler, "_state_holder", None), "state", None)
                 os.environ["SDCRUN_ROUND"] = str(getattr(state, "round", ""))
-                return information
+            tell(report, b"")
+            return information
 
-            handler.next_rendezvous = numbered
+        handler.next_rendezvous = watched
         return handler
 
     registry.get_rendezvous_handler = make_and_watch
@@ -101,17 +103,20 @@ def wait_for_others(read, write):
 
 def tell_failures(error, report):
     """One JSON line for the supervisor: which ranks failed, in the order in which they did."""
-    if report < 0:
-        return
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     rows = [
         {"rank": rank, "local_rank": f.local_rank, "pid": f.pid, "exit": f.exitcode, "at": f.timestamp}
         for rank, f in failures[:64]
     ]
+    tell(report, json.dumps(rows).encode())
+
+
+def tell(report, line):
+    """One line for the supervisor, if it is there to read it: what it says is on stderr, too, by torchrun."""
     try:
-        os.write(report, json.dumps(rows).encode() + b"\n")
+        if report >= 0:
+            os.write(report, line + b"\n")
     except OSError:
-        # The supervisor is gone; torchrun's own message on stderr says the same.
         pass
 
 

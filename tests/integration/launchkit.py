@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 PYTHON = sys.executable
-PATIENCE = 120.0
+PATIENCE = 240.0
 PRELUDE = """
 import os, signal, subprocess, sys, time
 RANK = int(os.environ["RANK"])
@@ -107,7 +107,8 @@ class Launch:
 
     def end(self) -> int:
         """Wait for the end of sdcrun; returns its exit code. Nothing may be left of it."""
-        code = self.process.wait(PATIENCE)
+        self.until(lambda: self.process.poll() is not None, "sdcrun does not end")
+        code = self.process.returncode
         self.nothing_left()
         return code
 
