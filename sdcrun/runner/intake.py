@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from sdcrun.core.codec import CodecError, decode_event, encode_event, event_of
 from sdcrun.core.types import Action, Config, Event
 
+LATE_SECONDS = 120.0
 RETRY_WRITE_EVERY = 1.0
 SOURCE = "controller"
 
@@ -69,6 +70,7 @@ class Intake:
         self.commands: list[dict[str, Any]] = []
         self.stop: dict[str, Any] | None = None
         self._stopped: set[str] = set()
+        self._stopped_at: float | None = None
 
     @property
     def opened(self) -> bool:
@@ -129,9 +131,10 @@ class Intake:
             self.commands.append({"id": len(self.commands) + 1, **data})
 
     def owes_stop(self, source: str) -> bool:
-        """Whether this supervisor must be told to stop: it was part of the job when that was decided. A later one, that
-        runs the same job again, is not."""
-        return self.stop is not None and source in self._stopped
+        """Whether this supervisor must be told to stop: it was part of the job when that was decided, or comes soon
+        after, because its ranks had only just led it here. A later one, that runs the same job again, need not."""
+        late = self._stopped_at is not None and time.monotonic() - self._stopped_at < LATE_SECONDS
+        return self.stop is not None and (late or source in self._stopped)
 
     def acked(self, source: str, session: str) -> dict[int, int]:
         """Per attempt the last sequence number on record; only valid while nothing is unwritten."""
@@ -210,6 +213,7 @@ class Intake:
             elif action.kind == "stop":
                 self.own("command", {"what": "stop", "to": "supervisors", **action.data})
                 self._give("stop", action.data)
+                self._stopped_at = time.monotonic()
             yield action
 
     @property

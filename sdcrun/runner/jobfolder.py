@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import re
 import shutil
@@ -87,20 +86,6 @@ def prepare(directory: str, name: str, alone: bool, shared_name: bool) -> tuple[
     except OSError as error:
         where = os.path.join(directory, name)
         return name, without(f"{where} cannot be written ({error.strerror or error})")
-
-
-def running(path: str, host: str) -> int | None:
-    """Pid of the supervisor on this host that works in a job folder right now, None when there is none."""
-    for file in glob.glob(os.path.join(glob.escape(path), f"controller-{glob.escape(host)}-*.json")):
-        pid = file.rpartition("-")[2].removesuffix(".json")
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as arguments:
-                # The number may have gone to another process since.
-                if b"sdcrun" in arguments.read():
-                    return int(pid)
-        except (OSError, ValueError):
-            continue
-    return None
 
 
 def without(problem: str | None) -> Folder:

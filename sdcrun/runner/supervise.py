@@ -11,6 +11,7 @@ from typing import Any
 from sdcrun import config as configuration
 from sdcrun.core.types import Config, ExitCode
 from sdcrun.errors import UsageError
+from sdcrun.report import alive
 from sdcrun.runner import agents, environment, inventory, jobfolder, localnodes
 from sdcrun.runner.banner import banner
 from sdcrun.runner.children import Child, Children
@@ -72,7 +73,7 @@ class Supervisor:
             self.config = configuration.with_job(asked.config, name, "")
             return jobfolder.without(None)
         directory = configuration.absolute(asked.directory)
-        other = jobfolder.running(os.path.join(directory, name), self.host) if self.alone and shared else None
+        other = alive.running(os.path.join(directory, name), self.host) if self.alone and shared else None
         if other:
             raise UsageError(f"job {name} is running here (pid {other}); give this one another name with --sdc-job")
         name, folder = jobfolder.prepare(directory, name, self.alone, shared)
@@ -160,7 +161,9 @@ class Supervisor:
                 self._ended(child)
             self._turn_control()
             if self.stop_order is not None:
-                self.agents.stop(f"the job is stopped: {self.stop_order.get('why')}")
+                # Where the record is kept, its controller has said so, with the exit code and what it means.
+                why = self.stop_order.get("why")
+                self.agents.stop(None if self._keeps_record() else f"the job is stopped: {why}")
             self.agents.turn()
             self.live.turn()
             if self.agents.over:

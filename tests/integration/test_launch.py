@@ -99,6 +99,9 @@ def test_killed_sdcrun(launch):
     run.process.kill()
     run.process.wait()
     run.until(lambda: not run.processes(), "orphans")
+    for command in ("watch", "report"):
+        said = subprocess.run([PYTHON, "-m", "sdcrun.cli", command, str(run.job)], capture_output=True, text=True)
+        assert f"sdcrun (pid {run.process.pid} on " in said.stdout, said.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -159,7 +162,7 @@ def test_order_to_stop_ends_the_job(launch):
         """
     run = launch(script, *TWO, "--sdc-max-skipped", "2")
     assert run.end() == 87
-    assert any(line.startswith("the job is stopped: ") for line in run.says())
+    assert [line[:38] for line in run.says() if "the job" in line] == ["Stopping the job with exit code 87 (a "]
     assert json.loads((run.job / "report.json").read_text())["status"] == "stopped"
 
 

@@ -52,4 +52,4 @@ def test_attempts_that_keep_ending_after_corruption_stop_with_87(tmp_path):
     assert done.exit_code == 87, done.tail()
     assert done.report["status"] == "stopped" and done.report["attempts"] == 4
     assert "3 attempts in a row ended right after corruption was seen (attempt 0 at step 5" in done.stderr
-    assert "The job is stopped" in done.stderr or "the job is stopped" in done.stderr
+    assert "Stopping the job with exit code 87" in done.stderr

@@ -4,7 +4,7 @@ import pytest
 
 from sdcrun.core.codec import CodecError, decode_event, decode_line, encode_event
 from sdcrun.core.types import Action, Config, Event
-from sdcrun.runner.intake import RETRY_WRITE_EVERY, Intake
+from sdcrun.runner.intake import LATE_SECONDS, RETRY_WRITE_EVERY, Intake
 
 
 class Machine:
@@ -132,11 +132,26 @@ def test_command_not_yet_on_record_is_owed_after_a_restart(file):
     again = intake_of(file)
     again.open()
     assert [a.kind for a in again.actions()] == ["command", "stop"]
-    assert again.owes_stop("node:h:1") and not again.owes_stop("node:h:2")
+    assert again.owes_stop("node:h:1")
     again.write(0.0)
     third = intake_of(file)
     third.open()
     assert list(third.actions()) == [] and third.owes_stop("node:h:1") and not third.owes_stop("node:h:2")
+
+
+def test_a_supervisor_that_comes_soon_after_a_stop_is_told_to(file, monkeypatch):
+    """That of a node whose ranks have only just found the controller; not one that runs the same job again later."""
+    now = [100.0]
+    monkeypatch.setattr("sdcrun.runner.intake.time.monotonic", lambda: now[0])
+    intake = intake_of(file)
+    intake.open()
+    assert not intake.owes_stop("node:h:2")
+    give(intake, 1, source="node:h:1", do=[["stop", {"code": 86, "why": "w"}]])
+    assert [a.kind for a in intake.actions()] == ["stop"]
+    now[0] += LATE_SECONDS - 1
+    assert intake.owes_stop("node:h:1") and intake.owes_stop("node:h:2")
+    now[0] += 2
+    assert intake.owes_stop("node:h:1") and not intake.owes_stop("node:h:2")
 
 
 def test_unreadable_and_doubled_lines_of_the_record_are_passed_over(file):

@@ -12,6 +12,7 @@ from sdcrun import args, optiontable
 from sdcrun.config import Settings, with_job
 from sdcrun.core.types import Config
 from sdcrun.errors import UsageError
+from sdcrun.report import alive
 from sdcrun.runner import banner, environment, jobfolder, localnodes, plan
 
 TABLE = optiontable.read()
@@ -255,12 +256,12 @@ def test_job_that_is_running_is_noticed(folder):
         while not Path(f"/proc/{sleeper.pid}/cmdline").read_bytes():
             # The arguments appear a moment after the parent goes on.
             time.sleep(0.01)
-        assert jobfolder.running(str(path), "h") == sleeper.pid
-        assert jobfolder.running(str(path), "other-host") is None
+        assert alive.running(str(path), "h") == sleeper.pid
+        assert alive.running(str(path), "other-host") is None
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert jobfolder.running(str(path), "h") is None
+    assert alive.running(str(path), "h") is None
 
 
 def test_several_supervisors_of_one_job_share_its_folder(folder):
