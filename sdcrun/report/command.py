@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from sdcrun.core import words
 from sdcrun.core.types import Config
-from sdcrun.report import build, handoff, metrics, sidecars, store
+from sdcrun.report import alive, build, handoff, metrics, sidecars, store
 from sdcrun.report.store import JobError, Reading
 from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplained
 
@@ -49,6 +50,9 @@ def load(job_dir: str | os.PathLike[str], reading: Reading | None = None) -> tup
         notes.append(
             f"{words.count(reading.recovered, 'event')} came from spool files: no controller had taken them in."
         )
+    crew = alive.crew(job_dir, state, socket.gethostname())
+    if not state.ends and crew.gone and not crew.work and not crew.elsewhere:
+        notes.append(f"sdcrun ({words.clean(', '.join(crew.gone), 300)}) is gone: killed, or with its machine.")
     return build.build(state, job, notes), state
 
 

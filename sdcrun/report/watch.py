@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from sdcrun.core import decide, words
 from sdcrun.core.types import Event
-from sdcrun.report import build, command, store
+from sdcrun.report import alive, build, command, store
 from sdcrun.report.follow import Follower, Progress
 from sdcrun.report.store import JobError
 from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplained
@@ -23,14 +24,16 @@ from sdcrun.report.verdict import LEVEL_STYLES, headline, next_command, unexplai
 EVERY = 1.0
 LINE_EVERY = 60.0
 SHARE, LONGEST = 20.0, 10.0
+# A supervisor that ends puts that on record first; an old job's ranks say something once a minute.
+GONE_SECONDS, ELSEWHERE_SECONDS = 5.0, 180.0
 STYLES = {"alarm": "red", "warning": "yellow"}
 SAVED = {"verified": "is verified", "provisional": "is provisional until the next audit", "unverified": "is unverified",
          "withheld": "was withheld", "tainted": "is tainted"}  # fmt: skip
 
 
 def watch(job: str | None = None, root: str | os.PathLike[str] | None = None, file: TextIO | None = None) -> int:
-    """Follow a job (default: the newest) until it ends; returns 0 when it is clean, 1 with an unexplained finding, 2 on
-    an error. KeyboardInterrupt is the caller's."""
+    """Follow a job (default: the newest) until it ends, or until nobody is left who could say that it has; returns 0
+    when it is clean, 1 with an unexplained finding, 2 on an error. KeyboardInterrupt is the caller's."""
     out = file if file is not None else sys.stdout
     try:
         folder = store.find_job(job, root)
@@ -60,6 +63,8 @@ class Watched:
         self._follower = Follower(folder)
         self._progress = Progress(config)
         self._attempt: int | None = None
+        self._heard: float | None = None
+        self._gone = self._asked = False
 
     @property
     def state(self) -> Any:
@@ -69,7 +74,7 @@ class Watched:
     @property
     def ended(self) -> bool:
         """Whether the job is over."""
-        return self.state.ended
+        return self.state.ended or self._gone
 
     def title(self) -> str:
         """One line on which job it is."""
@@ -79,7 +84,9 @@ class Watched:
 
     def news(self, now: float) -> Iterator[Text]:
         """Lines on what has happened since the last call."""
+        before = self._heard
         while events := self._follower.read():
+            self._heard = now if before is not None else now - self._age()
             for event in events:
                 _, actions = decide.apply(self.state, event)
                 self._progress.take(event, now)
@@ -87,6 +94,33 @@ class Watched:
                 yield from _said(actions)
         if not self.ended:
             yield from _said(decide.tick(self.state, now)[1])
+            yield from self._silence(now)
+
+    def _age(self) -> float:
+        """Seconds since the record was last written."""
+        try:
+            return max(0.0, time.time() - os.stat(self.folder / store.EVENTS).st_mtime)
+        except OSError:
+            return 0.0
+
+    def _silence(self, now: float) -> Iterator[Text]:
+        """Lines on a job whose record has no end and does not grow: killed with everything that could have said so."""
+        self._heard = now if self._heard is None else self._heard
+        silent = now - self._heard
+        if silent < GONE_SECONDS:
+            return
+        crew = alive.crew(self.folder, self.state, socket.gethostname())
+        since = f"nothing has come on record for {silent:.0f} s"
+        if crew.gone and not crew.work and not crew.elsewhere:
+            self._gone = True
+            gone = words.clean(", ".join(crew.gone), 300)
+            how = "killed, or gone with its machine"
+            yield Text(f"the job is over, without an end on record: sdcrun ({gone}) was {how}; {since}", "yellow")
+        elif not crew.work and silent >= ELSEWHERE_SECONDS and not self._asked:
+            self._asked = True
+            names = words.clean(", ".join(crew.elsewhere), 300)
+            where = f" ({names}) cannot be seen from here: look there" if names else " nobody can tell from here"
+            yield Text(f"{since}; whether sdcrun still runs{where}", "yellow")
 
     def line(self, now: float) -> Text:
         """The status in one line."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdcrun import __version__
+from sdcrun.report import alive
 
 
 def host_name() -> str:
@@ -24,6 +25,7 @@ def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "kubernetes_node": environ.get("NODE_NAME") or environ.get("K8S_NODE_NAME"),
         "pod": environ.get("POD_NAME") or (environ.get("HOSTNAME") if "KUBERNETES_SERVICE_HOST" in environ else None),
         "boot_id": _first_line("/proc/sys/kernel/random/boot_id"),
+        "pid_namespace": alive.pid_namespace(),
         "kernel": platform.release(),
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),

@@ -6,7 +6,11 @@ import contextlib
 import io
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from eventmaker import Job
@@ -16,7 +20,7 @@ from hypothesis import strategies as st
 from sdcrun import cli
 from sdcrun.core import decide
 from sdcrun.core.codec import MAX_LINE, encode_event
-from sdcrun.report import watch
+from sdcrun.report import alive, watch
 from sdcrun.report.follow import Follower, Progress
 
 
@@ -197,6 +201,71 @@ def test_watch_on_a_terminal_shows_a_line_and_takes_it_away(tmp_path, monkeypatc
     shown = b"".join(parts).decode()
     assert "step 9 · " in shown and "\x1b[2K" in shown.split("step 9 · ")[-1]
     assert shown.rstrip().endswith("next: sdcrun report job")
+
+
+class Steady:
+    """A clock that goes only while `watch` sleeps, and a stop for a watch that would never end."""
+
+    def __init__(self, monkeypatch, most):
+        self.now, self.most = 0.0, most
+        monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watch.time, "sleep", self.sleep)
+
+    def sleep(self, seconds):
+        self.now += 10.0
+        if self.now > self.most:
+            raise KeyboardInterrupt
+
+
+def of_this_host(job, pid):
+    for event in job.events:
+        if event.kind == "node_up":
+            return [replace(e, source=f"node:{socket.gethostname()}:{pid}") if e is event else e for e in job.events]
+
+
+def test_watch_of_a_job_that_was_killed_ends_and_says_so(tmp_path, monkeypatch):
+    job = started()
+    job.summaries(9)
+    child = subprocess.Popen([sys.executable, "-c", "input()", "sdcrun"], stdin=subprocess.PIPE)
+    job.events[:] = of_this_host(job, child.pid)
+    folder = folder_of(job, tmp_path / "job")
+    monkeypatch.setattr(watch, "EVERY", 1.0)
+    clock = Steady(monkeypatch, 1000.0)
+    with pytest.raises(KeyboardInterrupt):
+        # It may be silent for as long as it likes while its supervisor lives.
+        watch.watch(str(folder), None, io.StringIO())
+    child.kill()
+    child.wait()
+    clock.most += 1000.0
+    lines = watched(folder, 0)
+    assert lines[-3].startswith(
+        f"the job is over, without an end on record: sdcrun (pid {child.pid} on {socket.gethostname()})"
+    )
+    assert lines[-1] == "next: sdcrun report job"
+
+
+def test_a_supervisor_in_another_container_of_this_host_is_elsewhere(tmp_path):
+    job = started()
+    sources = {"h": "node:h:1", "pod": "node:h:2", "other": "node:o:3", "ended": "node:h:4"}
+    for source in sources.values():
+        facts = {"pid_namespace": "pid:[7]"} if source == sources["pod"] else {"pid_namespace": alive.pid_namespace()}
+        job.emit("node_up", source, {"host": source.split(":")[1], "nnodes": 4, "nproc": 1, **facts})
+    job.emit("job_end", sources["ended"], {"exit_code": 0, "status": "finished"})
+    crew = alive.crew(tmp_path, progress_of(job).state, "h")
+    assert crew == alive.Crew((), ("pid 1 on h",), ("pid 7 on gpu", "pid 2 on h", "pid 3 on o"))
+
+
+def test_watch_of_a_silent_job_elsewhere_says_once_where_to_look(tmp_path, monkeypatch):
+    job = started()
+    job.summaries(9)
+    folder, out = folder_of(job, tmp_path / "job"), io.StringIO()
+    (folder / f"controller-{socket.gethostname()}-x.json").touch()
+    (folder / "controller-gpu-b-8.json").touch()
+    Steady(monkeypatch, 1000.0)
+    with pytest.raises(KeyboardInterrupt):
+        watch.watch(str(folder), None, out)
+    said = [line for line in out.getvalue().splitlines() if "whether sdcrun still runs" in line]
+    assert len(said) == 1 and "(pid 8 on gpu-b, pid 7 on gpu) cannot be seen from here: look there" in said[0]
 
 
 def test_interrupt_is_clean(tmp_path, monkeypatch, capsys):
