@@ -19,7 +19,7 @@ from sdcrun.wire.link import Link
 from sdcrun.wire.runtime import read_runtime, runtime_address
 
 CLIENT = Path(__file__).with_name("controlclient.py")
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 class Job:
