@@ -1,6 +1,6 @@
-"""The vote of all ranks at the gate: one all-reduce MAX over eight int64, small enough for every step.
+"""The vote of all ranks at the gate: the maxima of eight int64 each, small enough for every step.
 
-MAX is the one reduction that gloo and NCCL both have for int64 and that cannot mix two ranks' words into a third. Two
+MAX does not depend on the order in which ranks are heard and cannot mix two ranks' words into a third. Two
 complementary slots (`x`, `-x` or `x`, `~x`) carry what must be equal on all ranks: equal iff max(x) == -max(-x).
 """
 

@@ -1,73 +1,172 @@
 """Bytes between ranks of one group, point to point, every wait bounded.
 
-A ballot's messages keep one fixed size, because a size mismatch on gloo ends the process; whatever has another size
-travels here: one tag per purpose, above the ballot's, a size header first, the payload second.
+Each direction between two ranks is a connection of its own, made when it is first needed; messages on it are read in
+the order in which they were sent, and a tag says what each is for.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import select
+import socket
+import struct
+import time
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
-
-import torch
 
 from sdcrun.core import topology
+from sdcrun.shim.links import LEFT, Links, PeerGone, hang_up
 
 MAX_BYTES = 1 << 34
-INLINE = 4096
+PURPOSE = 1
+_HEAD = struct.Struct("<qQ")
+# No system call takes more than 2 GiB.
+_PIECE = 1 << 30
 
 
 class ExchangeFailed(RuntimeError):
-    """A peer did not answer in time, went away, or announced an impossible size."""
+    """A peer did not answer in time, went away, was at another place, or announced an impossible size."""
+
+
+class _Sending:
+    """What a peer has not taken yet."""
+
+    def __init__(self, connection: socket.socket, tag: int, payload: bytes) -> None:
+        self.connection = connection
+        self.rest = [memoryview(_HEAD.pack(tag, len(payload))), memoryview(payload)]
+
+    def done(self) -> bool:
+        """Sends what the system takes without waiting; whether that was all."""
+        while self.rest:
+            try:
+                taken = self.connection.sendmsg([part[:_PIECE] for part in self.rest], [], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            while self.rest and taken >= len(self.rest[0]):
+                taken -= len(self.rest.pop(0))
+            if self.rest:
+                self.rest[0] = self.rest[0][taken:]
+        return True
+
+
+class _Receiving:
+    """What a peer has sent so far."""
+
+    def __init__(self, peer: int, connection: socket.socket, tag: int) -> None:
+        self.peer, self.connection, self.tag = peer, connection, tag
+        self.data: bytearray | None = None
+        self.room = memoryview(bytearray(_HEAD.size))
+        self.at = 0
+
+    def done(self) -> bool:
+        """Reads what is there without waiting; whether that was all."""
+        while True:
+            while self.at < len(self.room):
+                try:
+                    count = self.connection.recv_into(self.room[self.at : self.at + _PIECE])
+                except BlockingIOError:
+                    return False
+                if not count:
+                    raise PeerGone(LEFT)
+                self.at += count
+            if self.data is not None:
+                return True
+            tag, size = _HEAD.unpack(self.room)
+            if tag != self.tag:
+                raise ExchangeFailed(f"rank {self.peer} of the group was at another place")
+            if size > MAX_BYTES:
+                raise ExchangeFailed(f"rank {self.peer} of the group announced {size} bytes")
+            self.data, self.at = bytearray(size), 0
+            self.room = memoryview(self.data)
 
 
 class Exchange:
-    """Point-to-point messages on `pg` (a raw ProcessGroupGloo) for group rank `rank` of `size`; times in seconds."""
+    """Messages between the ranks 0 to `size` - 1 of a group over `links`, whose doors are known by the first of them;
+    `timeout` in seconds."""
 
-    def __init__(self, pg, rank: int, size: int, timeout: float) -> None:
-        self.pg, self.rank, self.size, self.timeout = pg, rank, size, timeout
+    def __init__(self, links: Links, size: int, timeout: float) -> None:
+        self.links, self.rank, self.size, self.timeout = links, links.rank, size, timeout
+        self._out: dict[int, socket.socket] = {}
+        self._in: dict[int, socket.socket] = {}
+        self._failed: str | None = None
 
     def swap(
         self, sends: Mapping[int, bytes], receives: Iterable[int], tag: int, timeout: float | None = None
     ) -> dict[int, bytes]:
         """Sends `sends[peer]` to each peer and returns what each of `receives` sent under the same `tag`.
 
-        All heads travel first, with the size and the first bytes in them, then what is left of longer payloads: no
-        order of peers can deadlock, and a short message is one. Raises ExchangeFailed.
+        All go on at the same time: no order of peers can deadlock. Raises ExchangeFailed; a rank that gives up takes
+        its connections down, so that the others need not wait for it, and no exchange works from then on.
         """
-        limit = timedelta(seconds=timeout or self.timeout)
-        receives = list(receives)
+        if self._failed is not None:
+            raise ExchangeFailed(self._failed)
         try:
-            work, heads, rests = [], {}, {}
-            for peer, payload in sends.items():
-                head = len(payload).to_bytes(8, "little") + payload[:INLINE]
-                head = torch.frombuffer(bytearray(head.ljust(8 + INLINE, b"\0")), dtype=torch.uint8)
-                work.append(self.pg.send([head], peer, 2 * tag))
-            for peer in receives:
-                heads[peer] = torch.empty(8 + INLINE, dtype=torch.uint8)
-                work.append(self.pg.recv([heads[peer]], peer, 2 * tag))
-            self._wait(work, limit)
-            work, got = [], {}
-            for peer, payload in sends.items():
-                if len(payload) > INLINE:
-                    rest = torch.frombuffer(bytearray(memoryview(payload)[INLINE:]), dtype=torch.uint8)
-                    work.append(self.pg.send([rest], peer, 2 * tag + 1))
-            for peer in receives:
-                head = _bytes_of(heads[peer])
-                count = int.from_bytes(head[:8], "little")
-                if count > MAX_BYTES:
-                    raise ExchangeFailed(f"rank {peer} of the group announced {count} bytes")
-                got[peer] = head[8 : 8 + count]
-                if count > INLINE:
-                    rests[peer] = torch.empty(count - INLINE, dtype=torch.uint8)
-                    work.append(self.pg.recv([rests[peer]], peer, 2 * tag + 1))
-            self._wait(work, limit)
-        except ExchangeFailed:
-            raise
+            return self._swap(sends, list(receives), tag, timeout or self.timeout)
         except Exception as error:
-            raise ExchangeFailed(str(error).splitlines()[0][:200]) from error
-        return {peer: part + _bytes_of(rests[peer]) if peer in rests else part for peer, part in got.items()}
+            self.close(str(error)[:200] or repr(error))
+            raise ExchangeFailed(self._failed) from error
+        except BaseException:
+            self.close("interrupted")
+            raise
+
+    def _swap(self, sends: Mapping[int, bytes], receives: list[int], tag: int, limit: float) -> dict[int, bytes]:
+        end = time.monotonic() + limit
+        watched: dict[int, _Sending | _Receiving] = {}
+        poll = select.poll()
+        for peer, payload in sends.items():
+            sending = _Sending(self._to(peer, limit), tag, payload)
+            if not sending.done():
+                watched[sending.connection.fileno()] = sending
+                poll.register(sending.connection, select.POLLOUT)
+        expected, begun = set(receives), []
+        door = self.links.listener if not expected <= self._in.keys() else None
+        if door is not None:
+            door.settimeout(0.0)
+            poll.register(door, select.POLLIN)
+        while watched or expected:
+            for peer in list(expected):
+                connection = self._from(peer)
+                if connection is not None:
+                    expected.discard(peer)
+                    begun.append(_Receiving(peer, connection, tag))
+                    watched[connection.fileno()] = begun[-1]
+                    poll.register(connection, select.POLLIN)
+            if door is not None and not expected:
+                # Whoever calls now is for later.
+                poll.unregister(door)
+                door = None
+            ready = poll.poll(max(0.0, 1e3 * (end - time.monotonic())))
+            if not ready:
+                waiting = sorted(expected | {one.peer for one in watched.values() if isinstance(one, _Receiving)})
+                raise ExchangeFailed(f"no answer within {limit:.0f} s from ranks {waiting[:8]} of the group")
+            for place, _ in ready:
+                if door is not None and place == door.fileno():
+                    with contextlib.suppress(BlockingIOError):
+                        self.links.let_in()
+                elif watched[place].done():
+                    poll.unregister(place)
+                    del watched[place]
+        return {one.peer: bytes(one.data) for one in begun}
+
+    def _to(self, peer: int, limit: float) -> socket.socket:
+        if peer not in self._out:
+            self._out[peer] = self.links.call(peer, PURPOSE, limit)
+            self._out[peer].setblocking(False)
+        return self._out[peer]
+
+    def _from(self, peer: int) -> socket.socket | None:
+        if peer not in self._in:
+            connection = self.links.answered(peer, PURPOSE)
+            if connection is None:
+                return None
+            connection.setblocking(False)
+            self._in[peer] = connection
+        return self._in[peer]
+
+    def close(self, reason: str) -> None:
+        """No exchange from then on."""
+        self._failed = reason
+        for connection in (*self._out.values(), *self._in.values()):
+            hang_up(connection)
 
     def gather(self, payload: bytes, tag: int, timeout: float | None = None) -> list[bytes]:
         """Every rank's `payload`, by group rank, on every rank: up a binary tree to the first rank and down again as
@@ -75,23 +174,16 @@ class Exchange:
         if self.size == 1:
             return [payload]
         parent, children = topology.tree(self.rank, self.size, 2)
-        above = [] if parent is None else [parent]
         below = self.swap({}, children, tag, timeout) if children else {}
         whole = _packed(self.rank, payload) + b"".join(below[child] for child in children)
-        if above:
-            self.swap(dict.fromkeys(above, whole), [], tag, timeout)
-            whole = self.swap({}, above, tag, timeout)[above[0]]
+        if parent is not None:
+            whole = self.swap({parent: whole}, [parent], tag, timeout)[parent]
         if children:
             self.swap(dict.fromkeys(children, whole), [], tag, timeout)
         parts = _unpacked(whole)
         if sorted(parts) != list(range(self.size)) or parts[self.rank] != payload:
             raise ExchangeFailed("what came back is not what was sent")
         return [parts[rank] for rank in range(self.size)]
-
-    @staticmethod
-    def _wait(work: list, limit: timedelta) -> None:
-        for item in work:
-            item.wait(limit)
 
 
 def _packed(rank: int, payload: bytes) -> bytes:
@@ -105,7 +197,3 @@ def _unpacked(whole: bytes) -> dict[int, bytes]:
         parts[rank] = whole[at + 12 : at + 12 + count]
         at += 12 + count
     return parts
-
-
-def _bytes_of(buffer: torch.Tensor) -> bytes:
-    return ctypes.string_at(buffer.data_ptr(), buffer.numel())

@@ -1,41 +1,34 @@
-"""The guards of one DDP process group in this rank: their side group, the step they share, their counters."""
+"""The guards of one DDP process group in this rank: their connections, the step they share, their counters."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import time
 import weakref
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from sdcrun.core.audit import runs
 from sdcrun.shim import identity
 from sdcrun.shim.checkpoints.clock import Clock
 from sdcrun.shim.checkpoints.recognise import Dropped
 from sdcrun.shim.exchange import Exchange
+from sdcrun.shim.links import Links
 from sdcrun.shim.rendezvous import Rendezvous
-from sdcrun.shim.transport import SIDE_LIMIT, TreeTransport
+from sdcrun.shim.transport import Tree
 
 LISTED_RANKS = 64
 KEPT_DROPPED = 4
 APART = "the replicas differ on purpose between two averagings (localSGD)"
 
 
-def _side_group(store, place: int, size: int, limit: float):
-    """A gloo group of our own on the interface that routes to the master; the user's group numbering is untouched."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or "MASTER_ADDR" not in os.environ:
-        return dist.ProcessGroupGloo(store, place, size, timedelta(seconds=limit))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))
-        address = probe.getsockname()[0]
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=size > SIDE_LIMIT)]
-    options._timeout = timedelta(seconds=limit)
-    return dist.ProcessGroupGloo(store, place, size, options)
+def _failure_of(said: list[dict] | str) -> str:
+    """Why the ranks cannot be guarded together, or ""."""
+    if isinstance(said, str):
+        return said
+    reason = next((one["failure"] for one in said if one["failure"]), "")
+    return f"the ranks could not connect to each other: {reason}" if reason else ""
 
 
 class GuardGroup:
@@ -45,8 +38,10 @@ class GuardGroup:
     number of the window now open, counted from 0; `off_reason`: why no ballot is held any more, or None.
     """
 
-    def __init__(self, runtime, ranks: tuple[int, ...], pg, members: list[dict]) -> None:
-        self.runtime, self.ranks, self.pg = runtime, ranks, pg
+    def __init__(
+        self, runtime, ranks: tuple[int, ...], links: Links | None, tree: Tree | None, members: list[dict]
+    ) -> None:
+        self.runtime, self.ranks, self.links, self.tree = runtime, ranks, links, tree
         self.config = runtime.config
         self.rank, self.size = ranks.index(runtime.rank), len(ranks)
         # In events: the ranks, or stretches of them where the list would be the larger part of each event.
@@ -57,7 +52,7 @@ class GuardGroup:
         self.dropped: list[Dropped] = []
         self.modules_made = 0
         self.optimizers: list = []
-        self.exchange = Exchange(pg, self.rank, self.size, self.config.exchange_timeout) if pg is not None else None
+        self.exchange = Exchange(links, self.size, self.config.exchange_timeout) if links is not None else None
         self.off_reason: str | None = None
         self.trouble: str | None = None
         self.step = 0
@@ -89,40 +84,42 @@ class GuardGroup:
         # Costs are counted in this thread's CPU time: waiting for another rank is no cost of ours, and on a shared host
         # wall time is noise. Work queued on an accelerator is not seen by it; there the wall is asked.
         self.clock = time.perf_counter if torch.cuda.is_initialized() else time.thread_time
-        self.transport = None
 
     @classmethod
     def arm(cls, runtime, meeting: Rendezvous, ranks: tuple[int, ...]):
         """Makes the group on all its ranks or on none: (group, None) or (None, reason). Bounded."""
         size, place = len(ranks), ranks.index(runtime.rank)
         name = "group/" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        config, links, tree, failure = runtime.config, None, None, ""
+        try:
+            links = Links(place) if size > 1 else None
+        except OSError as error:
+            failure = f"no address to listen at: {error}"[:160]
         statement = {
             "node": int(os.environ.get("GROUP_RANK", os.environ.get("SDCRUN_LOCAL_NODE", "0"))),
             "device": identity.compatibility(),
+            "door": links.door if links is not None else None,
+            "failure": failure,
         }
         members = meeting.agree(name, place, size, statement)
-        if isinstance(members, str):
-            return None, members
-        pg, failure = None, ""
-        if size > 1:
+        broken = _failure_of(members)
+        if not broken and links is not None:
             try:
-                store = dist.PrefixStore(f"{name}/gloo", meeting.store)
-                pg = _side_group(store, place, size, runtime.config.arm_timeout)
-            except Exception as error:
-                failure = str(error).splitlines()[0][:160]
-            made = meeting.agree(f"{name}/made", place, size, {"failure": failure})
-            broken = made if isinstance(made, str) else next((m["failure"] for m in made if m["failure"]), "")
-            if broken:
-                return None, f"the ranks could not connect to each other: {broken}"
-            runtime.kept_groups.append(pg)
-        return cls(runtime, ranks, pg, members), None
+                links.doors = [member["door"] for member in members]
+                tree = Tree(links, size, config.arm_timeout, config.ballot_timeout)
+            except OSError as error:
+                failure = str(error)[:160] or repr(error)
+            broken = _failure_of(meeting.agree(f"{name}/made", place, size, {"failure": failure}))
+        if broken:
+            if links is not None:
+                links.let_go()
+            return None, broken
+        return cls(runtime, ranks, links, tree, members), None
 
     def add(self, guard) -> None:
         """Takes a new DDP module of this process group under guard, for as long as the script keeps it."""
         self.guards.append(guard)
         self.dropped = []
-        if self.transport is None and self.size > 1:
-            self.transport = TreeTransport(self.pg, self.rank, self.config.ballot_timeout)
         self.modules_made += 1
         if self.budget is None and self.config.budget is not None and self.size > 1:
             from sdcrun.shim.budget import Budget
@@ -184,7 +181,7 @@ class GuardGroup:
 
     def all_reduce_max(self, words: list[int]) -> list[int]:
         """MAX over the group of eight int64. Raises BallotFailed when it does not end in time."""
-        return words if self.size == 1 else self.transport.max(words)
+        return words if self.size == 1 else self.tree.max(words)
 
     def ask_off(self, reason: str) -> None:
         """This rank can no longer guard: the next ballot takes all ranks off together, so that none waits for it."""

@@ -221,6 +221,9 @@ class Runtime:
     def disarm(self) -> None:
         """In a forked child: no links, no ballots, no words."""
         self.active = False
+        for group in self.groups.values():
+            if group.links is not None:
+                group.links.let_go()
 
 
 def local_controller() -> dict | None:

@@ -268,7 +268,7 @@ class Link:
             self._socket = connection
             try:
                 lines = prove(connection, address["secret"])
-                connection.sendall(self._hello())
+                connection.sendall(self._hello(), socket.MSG_NOSIGNAL)
                 lines.limit = MAX_LINE
                 welcome, *more = wait_messages(connection, lines)
                 self._welcomed(welcome)
@@ -327,14 +327,14 @@ class Link:
                     finishing = True
                     out += encode_message("finish", grace=self._finish_grace)
                 elif self._finish_grace is None or self._finished:
-                    connection.send(encode_message("goodbye"))
+                    connection.send(encode_message("goodbye"), socket.MSG_NOSIGNAL)
                     return
             if not out and self._blindness.quiet(now) >= _PING_EVERY:
                 out += encode_message("ping")
                 self._blindness.spoke(now, time.time())
             if out:
                 with contextlib.suppress(BlockingIOError):
-                    del out[: connection.send(out)]
+                    del out[: connection.send(out, socket.MSG_NOSIGNAL)]
             if closing and now >= self._deadline:
                 return
             wait = min(_PING_EVERY, (due or now + _PING_EVERY) - now, (self._deadline or now + _PING_EVERY) - now)

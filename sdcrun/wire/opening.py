@@ -55,7 +55,8 @@ def prove(connection: socket.socket, secret: str) -> Lines:
     challenge = next_message(connection, lines)
     message_of(challenge, "challenge")
     theirs, ours = str(challenge.get("nonce")), secrets.token_hex(16)
-    connection.sendall(encode_message("proof", nonce=ours, proof=proof(secret, "client", theirs, ours)))
+    proven_by = encode_message("proof", nonce=ours, proof=proof(secret, "client", theirs, ours))
+    connection.sendall(proven_by, socket.MSG_NOSIGNAL)
     answer = next_message(connection, lines)
     message_of(answer, "proof")
     if not proven(secret, "server", theirs, ours, answer.get("proof")):

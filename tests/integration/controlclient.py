@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -10,6 +11,8 @@ from sdcrun.wire.link import Link
 from sdcrun.wire.runtime import runtime_address
 
 if __name__ == "__main__":
+    # As scripts do whose output may go into a pipe that ends early: no connection of ours may end them.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     config = Config.from_json(json.loads(os.environ["SDCRUN_CONFIG"]))
     link = Link(config, sys.argv[2], runtime_address(sys.argv[1]))
     names = {

@@ -5,7 +5,6 @@ It lets the replay audit be tested by itself, with the real process groups, exch
 
 from __future__ import annotations
 
-import datetime
 import time
 from types import SimpleNamespace
 
@@ -17,10 +16,12 @@ from torch.optim import Optimizer
 from sdcrun.core.types import Config
 from sdcrun.shim.checks.replay import Auditor
 from sdcrun.shim.exchange import Exchange
+from sdcrun.shim.links import Links
 from sdcrun.shim.patches import autograd
+from sdcrun.shim.rendezvous import Rendezvous
 from sdcrun.shim.replay import compiled
 from sdcrun.shim.replay.state import replaying
-from sdcrun.shim.transport import BallotFailed
+from sdcrun.shim.transport import Tree
 
 
 class StageGuard:
@@ -46,9 +47,12 @@ class Stage:
     def __init__(self, repeats: int = 3) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = tuple(range(self.size))
-        store = dist.PrefixStore("stage/", dist.distributed_c10d._get_default_store())
-        self.pg = dist.ProcessGroupGloo(store, self.rank, self.size, datetime.timedelta(seconds=60))
-        self.exchange = Exchange(self.pg, self.rank, self.size, 60.0)
+        links = Links(self.rank)
+        links.doors = Rendezvous(dist.distributed_c10d._get_default_store(), 60.0).agree(
+            "stage", self.rank, self.size, links.door
+        )
+        self.tree = Tree(links, self.size, 60.0, 20.0)
+        self.exchange = Exchange(links, self.size, 60.0)
         self.exchange.gather = self._gather
         self.gathered = 0
         self.clock = time.thread_time
@@ -78,14 +82,7 @@ class Stage:
         self.off = reason
 
     def all_reduce_max(self, words: list[int]) -> list[int]:
-        vector = torch.tensor(words)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        try:
-            self.pg.allreduce([vector], options).wait(datetime.timedelta(seconds=20))
-        except RuntimeError as error:
-            raise BallotFailed(str(error)) from error
-        return vector.tolist()
+        return self.tree.max(words)
 
     def _gather(self, *args) -> list[bytes]:
         self.gathered += 1
