@@ -12,6 +12,7 @@ from replaykit import Solo
 from torch import nn
 
 from sdcrun.shim.replay import scriptstate
+from sdcrun.shim.replay.run import replay
 from sdcrun.shim.replay.state import keep_in_replay
 
 COUNT = 0
@@ -174,3 +175,46 @@ def test_hooks_of_the_guard_keep_what_they_know():
         solo(torch.randn(4, 6)).sum().backward()
     solo.again()
     assert fired == [1, 1]
+
+
+class Counts(nn.Module):
+    """Computes something else each time, by what it has counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+        self.counts = {"calls": 0, "sizes": collections.defaultdict(list), "kinds": {"a"}}
+        self.recent = collections.deque(maxlen=2)
+
+    def forward(self, x):
+        self.counts["calls"] += 1
+        self.counts["sizes"][len(x) % 2].append(len(x))
+        self.counts["kinds"].add(self.counts["calls"])
+        self.recent.append(self.counts["calls"])
+        return self.a(x) * (sum(self.recent) + sum(map(sum, self.counts["sizes"].values())) + len(self.counts["kinds"]))
+
+
+def test_counts_in_containers_travel_with_the_micro_batch():
+    net = Counts()
+    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+    net(x)
+    with Solo(net) as solo:
+        F.cross_entropy(solo(x), y).backward()
+    inner, sizes = net.counts, net.counts["sizes"]
+    held = copy.deepcopy((net.counts, net.recent))
+    parcel = solo.parcel()
+    for _ in range(2):
+        assert replay(parcel.program, solo.guards, solo.recorder.local).table == parcel.expected
+        assert (net.counts, net.recent) == held and net.counts is inner and net.counts["sizes"] is sizes
+    sizes.clear(), net.recent.extend([7, 7])
+    net.counts["calls"] = 40
+    assert replay(parcel.program, solo.guards, solo.recorder.local).table == parcel.expected
+    assert net.counts["calls"] == 40 and sizes == {} and type(sizes) is collections.defaultdict
+
+
+def test_a_container_of_something_else_that_the_forward_changes_is_a_reason():
+    net = Counts()
+    net.counts["clock"] = object()
+    with Solo(net) as solo:
+        solo(torch.randn(4, 6)).sum().backward()
+    assert "cannot be shipped" in solo.recorder.pack()

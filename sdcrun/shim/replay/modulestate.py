@@ -1,12 +1,13 @@
 """What a module holds besides parameters and buffers: Python attributes that a forward reads or changes.
 
-Plain attributes (numbers, texts, lists of them) and plain tensors travel with a micro-batch, so that the replayer
+Plain attributes (numbers, texts, containers of them) and plain tensors travel with a micro-batch, so that the replayer
 starts from the owner's; anything else that a forward changes makes the micro-batch unfit for a replay.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import hashlib
 import pickle
 from collections.abc import Iterator
@@ -19,19 +20,38 @@ from sdcrun.shim.microbatch import dumps, tensors_of
 
 _PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque, bytearray)
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_IN_PLACE = (*_MAPPINGS, list, set, collections.deque)
 REGISTRIES = frozenset(vars(torch.nn.Module()))
 _NAMED = ("_buffers", "_modules", "_parameters")
 LONGEST_LIST = 10_000
+DEEPEST = 4
 
 Key = tuple[str, str]
 
 
-def _is_plain(value: Any) -> bool:
+def _plain_copy(value: Any, depth: int = 0) -> Any:
+    """A copy that can be pickled and that no later change reaches, made of dicts, lists, tuples and sets; raises
+    ValueError for what is not plain."""
     if isinstance(value, _PLAIN):
-        return True
-    return (
-        type(value) in (list, tuple) and len(value) <= LONGEST_LIST and all(isinstance(item, _PLAIN) for item in value)
-    )
+        return value
+    kind = type(value)
+    if kind not in (*_IN_PLACE, tuple) or len(value) > LONGEST_LIST or depth == DEEPEST:
+        raise ValueError("not plain")
+    if kind in _MAPPINGS:
+        return {_plain_copy(key, depth + 1): _plain_copy(item, depth + 1) for key, item in value.items()}
+    copies = [_plain_copy(item, depth + 1) for item in value]
+    if kind is tuple and any(type(item) in _IN_PLACE for item in value):
+        raise ValueError("a tuple of things that change")
+    return copies if kind is collections.deque else kind(copies)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        _plain_copy(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[Key, Any]]:
@@ -42,8 +62,8 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[Key, Any]]:
 
 
 def state_before(module: torch.nn.Module) -> tuple[dict[Key, Any], dict[Key, torch.Tensor], dict[Key, bytes]]:
-    """What a forward may read, by (submodule's name, attribute): plain values (lists copied), tensors that are neither
-    parameters nor buffers (a recurrent state, say), and digests of containers (see `opaque_digests`)."""
+    """What a forward may read, by (submodule's name, attribute): plain values (containers copied), tensors that are
+    neither parameters nor buffers (a recurrent state, say), and digests of containers (see `opaque_digests`)."""
     plain: dict[Key, Any] = {}
     tensors: dict[Key, torch.Tensor] = {}
     digests: dict[Key, bytes] = {}
@@ -51,10 +71,12 @@ def state_before(module: torch.nn.Module) -> tuple[dict[Key, Any], dict[Key, tor
         if isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter):
                 tensors[key] = value
-        elif _is_plain(value):
-            plain[key] = list(value) if type(value) is list else value
-        elif isinstance(value, _CONTAINERS) and (digest := _digest(value)) is not None:
-            digests[key] = digest
+            continue
+        try:
+            plain[key] = _plain_copy(value)
+        except ValueError:
+            if isinstance(value, _CONTAINERS) and (digest := _digest(value)) is not None:
+                digests[key] = digest
     return plain, tensors, digests
 
 
@@ -102,18 +124,38 @@ def _without_products(value: Any) -> Any:
 
 
 def assign(module: torch.nn.Module, values: dict[Key, Any]) -> None:
-    """Sets attributes that differ; a list keeps its identity."""
+    """Sets attributes that differ; a container keeps its identity."""
     parts = dict(module.named_modules())
     for (name, attribute), value in values.items():
         held = vars(parts[name])
         current = held.get(attribute)
         if isinstance(value, torch.Tensor):
             held[attribute] = value
+        elif isinstance(value, (dict, list, set)):
+            # The micro-batch may be computed more than once.
+            held[attribute] = _filled(current, copy.deepcopy(value))
         elif type(current) is not type(value) or current != value:
-            if type(current) is list and type(value) is list:
-                current[:] = value
-            else:
-                held[attribute] = value
+            held[attribute] = value
+
+
+def _filled(current: Any, value: Any) -> Any:
+    """`value`, in the containers that are there already where they fit."""
+    if type(current) in _MAPPINGS and isinstance(value, dict):
+        before = dict(current)
+        current.clear()
+        for key, item in value.items():
+            current[key] = _filled(before.get(key), item)
+        return current
+    if type(current) in (list, collections.deque) and isinstance(value, list):
+        before = list(current) + [None] * len(value)
+        current.clear()
+        current.extend(map(_filled, before, value))
+        return current
+    if type(current) is set and isinstance(value, set):
+        current.clear()
+        current.update(value)
+        return current
+    return value
 
 
 def silence_loggers(module: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dis
+import math
 import random
 import sys
 import types
@@ -22,7 +23,7 @@ from sdcrun.shim.replay.hooks import hooks_of
 from sdcrun.shim.replay.modulestate import REGISTRIES
 
 LONGEST = 10_000  # items of a container; of a longer list only the length is noted
-MOST = 100_000  # items of all containers together
+MOST = 100_000  # items of all containers outside the modules together
 LARGEST = 1 << 20  # bytes of a tensor or an array
 DEEPEST = 4
 
@@ -142,12 +143,12 @@ def _content(cell: types.CellType) -> Any:
 
 
 class Notes:
-    """Notes values and collects in `undo` what puts them back; each container once."""
+    """Notes values and collects in `undo` what puts them back; each container once, at most about `room` items."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: float) -> None:
         self.undo: list[Undo] = []
         self._seen: set[int] = set()
-        self._room = MOST
+        self._room = room
 
     def variable(self, value: Any, around: dict, name: str) -> None:
         """A global, which may be bound anew, deleted or made."""
@@ -302,13 +303,14 @@ def preserved(modules: list[torch.nn.Module], forwards: Iterable[Any]) -> Iterat
     """Inside the block `modules` may run, and `forwards` that stand in for theirs (None: none does); behind it the
     script's variables are as they were."""
     parts = list({id(part): part for module in modules for part in module.modules()}.values())
-    notes = Notes()
-    _reach(parts, list(forwards)).note(notes)
+    outside, inside = Notes(MOST), Notes(math.inf)
+    _reach(parts, list(forwards)).note(outside)
+    # A replay starts from the owner's attributes: all that it may set is put back.
     for part in parts:
         for name, value in vars(part).items():
             if name not in REGISTRIES:
-                notes.contents(value)
+                inside.contents(value)
     with ExitStack() as stack:
-        for put_back in notes.undo:
+        for put_back in (*outside.undo, *inside.undo):
             stack.callback(put_back)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections import namedtuple
 
@@ -193,6 +194,29 @@ def attribute_on_a_submodule(rank):
     net = Chatty()
     losses, models, optimizers = classify(DDP(net))
     return [*losses, net.first.extra], models, optimizers
+
+
+class Cooling(Net):
+    """What it computes depends on what it has counted, from another number on each rank, in nested containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"calls": dist.get_rank(), "sizes": collections.defaultdict(list)}
+        self.recent = collections.deque(maxlen=2)
+
+    def forward(self, x):
+        self.counts["calls"] += 1
+        self.counts["sizes"][len(x) % 2].append(len(x))
+        self.recent.append(self.counts["calls"])
+        seen = sum(map(sum, self.counts["sizes"].values()))
+        return super().forward(x) / (1 + 0.1 * sum(self.recent) + 0.01 * seen)
+
+
+@idiom(WHOLE)
+def counts_in_containers(rank):
+    net = Cooling()
+    losses, models, optimizers = classify(DDP(net))
+    return [*losses, *net.recent, *net.counts["sizes"][0], net.counts["calls"]], models, optimizers
 
 
 class Collecting(Net):
