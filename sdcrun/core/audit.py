@@ -25,6 +25,8 @@ ROLES = (RING, OWN, ARBITER, REPEAT)
 FIRST, INTERVAL, REQUESTED, TRIAGE = "first", "interval", "requested", "triage"
 CAUSES = (FIRST, INTERVAL, REQUESTED, TRIAGE)
 
+NARROWED = "the replay audit covers less than all: "  # begins a limit; the scope follows
+
 MAX_DIFFERING = 8  # tensors named per comparison; the rest is counted in `differing_count`
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sdcrun.core import faultspec, words
+from sdcrun.core.audit import NARROWED
 from sdcrun.core.firings import Firing
 from sdcrun.core.ledger import ACCUSING
 from sdcrun.core.roster import Attempt, domain_count
@@ -107,6 +108,7 @@ def _row(
             text, len(trained), first.step, first.rank, None, None, None, None, "it fired but changed no value"
         )
     if not caught:
+        unseen = unseen or _narrowed(state, first)
         problem = None if unseen and faultspec.SEEN not in unseen else MISSED
         return FaultRow(text, len(trained), first.step, first.rank, None, None, None, unseen, problem)
     finding = caught[0][0]
@@ -157,6 +159,14 @@ def _unseen(state: State, text: str, first: Firing) -> str | None:
     domains = domain_count(attempt, group)
     reason = faultspec.by_design_unseen(spec, state.config, domains, len(group))
     return reason or _too_many(state, first, domains)
+
+
+def _narrowed(state: State, first: Firing) -> str | None:
+    """Why a wrong loss was not compared: not every script's loss can be computed again by itself."""
+    if first.site != "loss":
+        return None
+    limits = state.roster.attempt(first.attempt).limits
+    return next((words.clean(text) for text in limits if text.startswith(NARROWED)), None)
 
 
 def _too_many(state: State, first: Firing, domains: int) -> str | None:

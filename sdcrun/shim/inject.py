@@ -17,6 +17,7 @@ How each site is reached, and why there:
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -47,6 +48,7 @@ class Injector(Faults):
     def __init__(self, runtime) -> None:
         super().__init__(runtime)
         self._inside: weakref.ref | None = None
+        self._thread = threading.get_ident()
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class Injector(Faults):
     def forward_begins(self, guard, step: int) -> None:
         """A training forward of `guard` in window `step`, after DDP's sync of the buffers and before they are
         remembered."""
-        self._inside = weakref.ref(guard)
+        self._inside, self._thread = weakref.ref(guard), threading.get_ident()
         for fault in self.faults:
             if guard in fault.places:
                 fault.aim.forward(guard, step)
@@ -217,14 +219,17 @@ class Injector(Faults):
         """Observer of outermost backwards, the innermost of all: fingerprints of gradients are in place by now, and the
         faults must come before them; the loss is made wrong where the script still reads it."""
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        beside = threading.get_ident() != self._thread
         for fault in self.faults:
             if fault.spec.site not in IN_BACKWARD:
                 continue
-            if len(fault.places) > 1:
+            if beside or len(fault.places) > 1:
                 owners = {id(p): guard for guard in fault.guards for p in guard.parameters.values()}
                 reached = farthest(roots, owners)
                 if reached is not None:
                     fault.aim.backward(reached, reached.group.step)
+                elif beside:
+                    continue  # another thread trains something of its own
             for guard in fault.guards:
                 step = guard.group.step
                 if not guard.window_open or not fault.falls_on(guard, step) or not self._active(fault, step):

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import struct
+import threading
 import types
 
 import pytest
@@ -323,6 +324,24 @@ def test_loss_is_wrong_in_value_alone():
     [right], [wrong] = healthy.step(), faulty.step()
     assert wrong == pytest.approx(3 * right)
     assert not differences(healthy.gradients, faulty.gradients)
+
+
+def test_loss_of_something_else_that_another_thread_trains_is_left_alone():
+    rank, other = Rank("loss:rank=0,step=0,kind=scale,by=3"), torch.ones(3, requires_grad=True)
+    seen = []
+
+    def beside():
+        loss = other.square().sum()
+        loss.backward()
+        seen.append(loss.item())
+
+    loss = rank.forward(torch.randn(5, 6)).square().mean()
+    right = loss.item()
+    for work in (beside, loss.backward):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [3.0] and loss.item() == pytest.approx(3 * right)
 
 
 def test_input_is_a_wrong_copy():

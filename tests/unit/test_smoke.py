@@ -4,6 +4,7 @@ import pytest
 from eventmaker import Job, comparison
 
 from sdcrun.core import exitcode
+from sdcrun.core.audit import NARROWED
 from sdcrun.core.smoke import fault_rows, problems
 from sdcrun.report import build
 from sdcrun.report.render import junit, text
@@ -62,6 +63,37 @@ def test_on_two_nodes_nobody_is_named_but_what_an_audit_could_see_must_be_seen(s
     rows, _, got = judged(job)
     assert got == code and rows[0].caught_by is None
     assert ("no audit" if code == 0 else "two failure domains") in rows[0].by_design_unseen
+
+
+def convicted(job, step, rank):
+    """An audit whose finding names `rank`."""
+    found = [comparison(rank, (rank + 1) % 3, "ring", False), comparison(rank, (rank + 2) % 3, "arbiter", False)]
+    job.audit(step, comparisons=found, skipped=True)
+
+
+def test_of_two_wrong_computations_in_a_row_an_audit_saw_its_own():
+    job = started(3, "gradient:rank=1,step=2,bit=3", "activation:rank=1,step=3,bit=3", audit_every=1, weights_every=1)
+    job.inject(2, rank=1, spec=0, site="gradient")
+    job.inject(3, rank=1, spec=1, site="activation")
+    job.audit(2)
+    convicted(job, 3, 1)
+    rows, _, code = judged(job)
+    assert [(row.caught_by, row.named_right) for row in rows] == [(None, None), ("replay", True)]
+    assert "not caught" in rows[0].problem and code == 88
+
+
+def test_a_wrong_loss_that_no_audit_covered_is_excused_by_what_the_run_said():
+    job = started(3, "loss:rank=1,step=2,bit=3", "gradient:rank=1,step=3,bit=3", audit_every=1)
+    job.inject(2, rank=1, spec=0, site="loss")
+    job.inject(3, rank=1, spec=1, site="gradient")
+    job.audit(2, scope="from the outputs back")
+    job.audit(3, scope="from the outputs back")
+    silent = judged(job)[0]
+    assert all("not caught" in row.problem for row in silent)
+    job.emit("limit", 0, {"text": f"{NARROWED}from the outputs back", "check": "replay"})
+    rows, _, code = judged(job)
+    assert "less than all: from the outputs back" in rows[0].by_design_unseen and rows[0].problem is None
+    assert "not caught" in rows[1].problem and code == 88
 
 
 def test_a_stop_excuses_only_what_was_still_to_come():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sdcrun.core import attribute, ballot, schedule, topology
-from sdcrun.core.audit import FIRST, INTERVAL, REQUESTED, RING, TRIAGE, Audit
+from sdcrun.core.audit import FIRST, INTERVAL, NARROWED, REQUESTED, RING, TRIAGE, Audit
 from sdcrun.shim import boot
 from sdcrun.shim.checks.calibrate import Calibration
 from sdcrun.shim.checks.lastbatch import LastBatches
@@ -279,7 +279,7 @@ class Auditor:
         outcome.mismatch, outcome.vote = mismatch, kind == attribute.WEIGHTS_DIFFER
         outcome.event = _concise(replace(audit, skipped=mismatch, hit=hit)).to_json()
         if audit.scope != "all" and self._auditing:
-            self.group.runtime.limit(f"the replay audit covers less than all: {audit.scope}", "replay")
+            self.group.runtime.limit(NARROWED + audit.scope, "replay")
         return outcome
 
     def _closing(self, step: int, failure: str | None, mismatch: bool) -> bool:
