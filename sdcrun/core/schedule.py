@@ -36,9 +36,9 @@ def vote_due(step: int, every: int) -> bool:
 def audited_position(step: int, every: int, window: int) -> int:
     """Place (0 first) of the micro-batch to audit in an accumulation window of `window` micro-batches.
 
-    `window` is the length of the previous window (1 where none is known). The k-th audit takes place k mod `window`, so
-    that any `window` scheduled audits in a row cover all of them; k is taken from the step alone, so that all ranks
-    agree also on audits that were asked for. A window that ends before that place is not audited.
+    `window` is the length of the longest of the last windows (1 where none is known). The k-th audit takes place k mod
+    `window`, so that any `window` scheduled audits in a row cover all of them; k is taken from the step alone, so that
+    all ranks agree also on audits that were asked for. Of a window that ends before that place its last one is audited.
     """
     if window <= 1:
         return 0

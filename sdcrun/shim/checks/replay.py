@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ PHASE_AUDIT = 9
 DECLINES = 3
 STRANGERS = 2
 NEVER = 1 << 30
+WINDOWS = 32  # of so many the longest is what the audited places are drawn from
 SLOWER = 30  # an audit of a long step takes long: a message may take as many windows
 
 
@@ -84,7 +86,7 @@ class Auditor:
         self._kernels: StrictKernels | None = None
         self._audits = 0
         self._backwards = 0
-        self._window = 1
+        self._windows: deque[int] = deque([1], maxlen=WINDOWS)
         self._why: str | None = None
         self._declines = 0
         self._said: set[str] = set()
@@ -108,7 +110,9 @@ class Auditor:
         self._auditing = audit and self.off is None
         ahead = self.off is None and self._several() and schedule.audit_due(step + 1, self.group.audit_every)
         if self._auditing or ahead:
-            pick = schedule.audited_position(step, self.group.audit_every, self._window) if audit else NEVER
+            # Not of the last window alone: where each audit follows on an epoch's short end, others would never be met.
+            longest = max(self._windows)
+            pick = schedule.audited_position(step, self.group.audit_every, longest) if audit else NEVER
             self.recorder = Recorder(self.guards, pick, before, ahead)
             self.group.runtime.recording = True
             if self.calibration.strict:
@@ -170,7 +174,8 @@ class Auditor:
 
     def window_closes(self) -> None:
         """Drops everything that belongs to the window."""
-        self._window, self._backwards = max(1, self._backwards), 0
+        self._windows.append(max(1, self._backwards))
+        self._backwards = 0
         if self.recorder is not None and self._several():
             self.recorder.finish()
             self._before, self.recorder = self.recorder, None
