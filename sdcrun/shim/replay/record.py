@@ -62,6 +62,8 @@ class Recorder:
         if before is not None and before.guards == guards:
             self._adopt(before)
         self._inherited = len(self.tape.entries)
+        self._in_forward = False
+        self._backward_inside = ""
 
     def _know(self, place: int) -> None:
         for name, parameter in self.guards[place].module.named_parameters(remove_duplicate=False):
@@ -99,6 +101,7 @@ class Recorder:
         place = self.guards.index(guard)
         self.tape.stop()
         self.tape.forget_values()
+        self._in_forward = True
         module = guard.module
         call = Call(guard=place, random=Random.now().shipped(), autocast=Autocast.now(), grad_mode=True)
         token = Token(call)
@@ -170,6 +173,7 @@ class Recorder:
     def after_forward(self, token: Token, output: Any) -> None:
         """The module has returned `output`."""
         call, tape = token.call, self.tape
+        self._in_forward = False
         module = self.guards[call.guard].module
         watch = self._watches.get(call.guard)
         if watch is not None:
@@ -211,6 +215,8 @@ class Recorder:
         """Runs a backward; if it is a candidate, remembers how to do it again and what came out. Raises only what the
         backward raises."""
         self.tape.stop()
+        if self._in_forward:
+            self._backward_inside = "the backward runs inside the module's forward (manual optimization, say)"
         if self.done or not any(isinstance(entry, Call) for entry in self.tape.entries):
             return run(tensors, grad_tensors, options)
         if self.backwards > self.pick:
@@ -362,7 +368,7 @@ class Recorder:
         self.finish()
         if self.case is None:
             hard = self.tape.hard[0] if self.tape.hard else None
-            return self.declined or hard or "no backward of a guarded forward was seen"
+            return self.declined or self._backward_inside or hard or "no backward of a guarded forward was seen"
         program = self.case.program
         if program.externals:
             return None
