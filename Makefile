@@ -1,4 +1,5 @@
-# `make demo` and `make test` build .venv by themselves. The stamp makes pip run again only when the pins change.
+# `make demo` and `make test` build .venv by themselves. The stamp makes pip run again only when the pins, or what is
+# compiled, have changed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ demo: $(STAMP)
 	$(BIN)/sdcrun --sdc-dir $(DEMO) --sdc-job demo --nnodes 4 --inject-fault $(FAULT) examples/train_gpt.py --steps 40
 	$(BIN)/sdcrun report --sdc-dir $(DEMO) demo
 
-$(STAMP): pyproject.toml configs/constraints.txt
+$(STAMP): pyproject.toml configs/constraints.txt sdcrun/shim/fingerprint/native.c
 	@echo "building $(VENV), with torch for the CPU (about 750 MB); this takes a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c configs/constraints.txt -e ".[test]"

@@ -1,7 +1,9 @@
 """FP1: every implementation gives the bits of the numpy reference, for every kind of tensor."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from sdcrun.shim import fingerprint as fp
 from sdcrun.shim.fingerprint import engines, fp1, layout, reference, torch_ops
 from sdcrun.shim.fingerprint.quiet import quiet
+
+pytestmark = pytest.mark.usefixtures("each_implementation")
 
 SIZES = [0, 1, 7, 1023, 1024, 1025, 65535, 65536, 65537, 131072, 300001, 8 * 65536 + 3]
 DTYPES = [
@@ -307,15 +311,29 @@ def test_any_view_of_any_shape(shape, order, step, dtype):
     assert one(tensor) == reference.fingerprint(tensor)
 
 
-def test_which_implementation_and_why():
-    assert fp.implementation(torch.device("cpu")) == "torch"
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_where_there_is_a_compiler_the_library_is_used():
+    with quiet():
+        assert engines._choose(torch.device("cpu"))[1] == "native"
+
+
+def test_a_library_that_cannot_be_used_is_replaced_and_the_reason_kept(monkeypatch):
+    cpu = torch.device("cpu")
+    with quiet():
+        monkeypatch.setattr(engines, "agree", lambda *_: False)
+        assert engines._choose(cpu) == (torch_ops.Sums, "torch (native gave other bits)")
+        monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+        monkeypatch.delitem(sys.modules, "sdcrun.shim.fingerprint.native", raising=False)
+        kind, text = engines._choose(cpu)
+    assert kind is torch_ops.Sums
+    assert "FileNotFoundError: there was no C compiler when sdcrun was installed" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: Triton is to work on it")
 def test_a_triton_that_does_not_work_is_replaced_and_the_reason_kept():
     kind, text = engines._choose(torch.device("cuda"))
     assert kind is torch_ops.Sums
-    assert text.startswith("torch (Triton does not work here: ") and len(text) > 40
+    assert text.startswith("torch (triton does not work here: ") and len(text) > 40
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

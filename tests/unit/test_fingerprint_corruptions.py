@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from sdcrun.shim import fingerprint as fp
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 WORDS = 4096
 
 

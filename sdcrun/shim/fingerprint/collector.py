@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sdcrun.shim.fingerprint import torch_ops
 from sdcrun.shim.fingerprint.engines import Engine, engine
 from sdcrun.shim.fingerprint.fp1 import CHUNK_BYTES, signed64
 from sdcrun.shim.fingerprint.layout import Span, span
@@ -94,8 +93,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
     Any dtype, device and strides (see `layout.span` for which bytes are read). No graph, no random numbers, no
     inference tensors; the user's function and dispatch modes do not see it (`quiet`). On the CPU it runs on the
-    calling thread alone with 4.3 MiB of scratch, two threads at once with twice that; tensors with gaps are copied
-    besides.
+    calling thread alone; without the compiled library with 4.3 MiB of scratch, two threads at once with twice that;
+    tensors with gaps are copied besides.
     """
     collector = Collector()
     collector.extend(tensors)
@@ -108,16 +107,18 @@ def fingerprint_bytes(chunks: Iterable[bytes | bytearray | memoryview]) -> tuple
     Equal to `fingerprints([tensor])[0].tolist()` of a tensor that has these bytes.
     """
     buffer = bytearray(_STREAM_CHUNKS * CHUNK_BYTES)
-    filled = number = first = second = 0
+    filled = number = 0
+    first = second = 0
 
     def reduce() -> None:
         nonlocal filled, number, first, second
         with quiet():
-            collected = torch_ops.Sums(torch.device("cpu"))
-            collected.add([span(torch.frombuffer(buffer, dtype=torch.uint8)[:filled])], [0])
-            sums, _, numbers = collected.sums()
-            first += int(sums[0].sum())
-            second += int(torch_ops.mixed(sums, numbers + number).sum())
+            sums = engine(torch.device("cpu"))
+            sums.add([span(torch.frombuffer(buffer, dtype=torch.uint8)[:filled])], [0], number)
+            result = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+            sums.add_to(result)
+            more = result[0].tolist()
+        first, second = first + more[0], second + more[1]
         number += _STREAM_CHUNKS
         filled = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -17,12 +18,16 @@ from sdcrun.shim.fingerprint.quiet import quiet
 class Engine(Protocol):
     """What fingerprints tensors on one device. Used inside `quiet()`."""
 
-    def add(self, spans: list[Span], slots: list[int]) -> None:
-        """Read tensors now (on CUDA: in the order of the current stream); they add to the rows `slots`."""
+    def add(self, spans: list[Span], slots: list[int], first: int = 0) -> None:
+        """Read tensors now (on CUDA: in the order of the current stream); they add to the rows `slots`. `first`: the
+        number of their first chunk; other than 0 on the CPU alone."""
 
     def add_to(self, result: Tensor) -> None:
         """Add the fingerprints to the rows of `result`, int64 [n, 2] on the device."""
 
+
+# By type of device: the name and the module of what is faster than torch's operations.
+_FAST = {"cuda": ("triton", "triton_kernel"), "cpu": ("native", "native")}
 
 _lock = threading.Lock()
 _chosen: dict[torch.device, tuple[Callable[[torch.device], Engine], str]] = {}
@@ -34,7 +39,7 @@ def engine(device: torch.device) -> Engine:
 
 
 def implementation(device: torch.device) -> str:
-    """What fingerprints tensors on a device: "triton", or "torch" and in brackets why not Triton where it could be."""
+    """What fingerprints tensors on a device: "triton" or "native", or "torch" and in brackets why not one of these."""
     with quiet():
         return _choice(device)[1]
 
@@ -48,17 +53,18 @@ def _choice(device: torch.device) -> tuple[Callable[[torch.device], Engine], str
 
 
 def _choose(device: torch.device) -> tuple[Callable[[torch.device], Engine], str]:
-    if device.type != "cuda":
+    fast = _FAST.get(device.type)
+    if fast is None:
         return torch_ops.Sums, "torch"
+    name, module = fast
     try:
-        from sdcrun.shim.fingerprint import triton_kernel
-
-        # Triton may be there and not work (no compiler for its launcher, an unsupported device): only a run tells.
-        if not agree(triton_kernel.Sums, torch_ops.Sums, device):
-            return torch_ops.Sums, "torch (the Triton kernel gave other bits)"
+        # It may be there and not work (no compiler for Triton's launcher, another processor): only a run tells.
+        sums = importlib.import_module(f"sdcrun.shim.fingerprint.{module}").Sums
+        if not agree(sums, torch_ops.Sums, device):
+            return torch_ops.Sums, f"torch ({name} gave other bits)"
     except Exception as error:
-        return torch_ops.Sums, f"torch (Triton does not work here: {type(error).__name__}: {error})"[:200]
-    return triton_kernel.Sums, "triton"
+        return torch_ops.Sums, f"torch ({name} does not work here: {type(error).__name__}: {error})"[:200]
+    return sums, name
 
 
 def agree(
