@@ -24,7 +24,8 @@ from sdcrun.runner.speak import Voice
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 TICK = 0.25
 FINISH_SECONDS = 20.0
-TAKE_OVER_SECONDS = 8.0
+# More than a link waits for a host that does not answer, and then until it tries again.
+TAKE_OVER_SECONDS = 12.0
 
 
 class Supervisor:

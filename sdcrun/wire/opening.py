@@ -20,6 +20,8 @@ from sdcrun.core.codec import (
 
 # A controller that was killed is started again by its supervisor.
 _BACK_AFTER = 8.0
+# Two more tries of the system's. A host that is lost never answers, and meanwhile another controller may count.
+_CONNECT_TIME = 4.0
 
 
 def answers(address: dict[str, Any]) -> bool:
@@ -40,7 +42,8 @@ def answers(address: dict[str, Any]) -> bool:
 
 def connect(address: dict[str, Any], timeout: float) -> socket.socket:
     """A TCP connection to {host, port} whose operations take at most `timeout` seconds each. Raises OSError."""
-    connection = socket.create_connection((address["host"], address["port"]), timeout=timeout)
+    connection = socket.create_connection((address["host"], address["port"]), timeout=min(timeout, _CONNECT_TIME))
+    connection.settimeout(timeout)
     try:
         _keep_alive(connection)
     except OSError:

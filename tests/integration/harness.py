@@ -120,7 +120,7 @@ def launch(
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             code = None
-        leftovers = _end_all(mark, 0.0 if code is None else 5.0)
+        leftovers = _end_all(mark, 0.0 if code is None else 20.0)
         process.wait()
         out.seek(0), err.seek(0)
         outcome = Outcome(command, code, out.read(), err.read(), time.monotonic() - started, leftovers)

@@ -98,25 +98,27 @@ def test_c10d_three_hosts_one_record(lab):
 @pytest.mark.slow
 def test_static_with_the_control_plane_cut_off_then_the_cable(lab):
     """Training does not notice that a node cannot reach the controller; what it says in the meantime arrives late."""
-    processes = launch(lab, lambda index: static(lab, index), 250)
+    processes = launch(lab, lambda index: static(lab, index), 0)
     runtime = lab.wait(lambda: list(lab.nodes[0].job.glob("controller-*.json")), "no controller")[0]
     lab.wait(lambda: len(steps_of(lab.nodes[2], 2)) > 5, "no steps")
     port = json.loads(runtime.read_text())["port"]
     assert runtime.stat().st_mode & 0o777 == 0o600
     began = time.time()
     lab.nodes[2].block(port)
+    before = len(steps_of(lab.nodes[2], 2))
+    # Long enough for the rank to notice; that it trains on meanwhile is waited for.
     time.sleep(12)
+    lab.wait(lambda: len(steps_of(lab.nodes[2], 2)) > before + 20, "no steps while the controller is out of reach")
     lab.nodes[2].unblock(port)
     ended = time.time()
-    made = sum(began + 1 < at < ended - 1 for at in steps_of(lab.nodes[2], 2))
-    assert made > 20, f"only {made} steps while the controller could not be reached"
     lab.nodes[1].cut()
     time.sleep(2)
     lab.nodes[1].mend()
+    (lab.nodes[0].folder / "enough").touch()
     assert ends(lab, processes) == [0, 0, 0]
     node, report = keeper(lab)
     assert node is lab.nodes[0] and report["status"] == "finished" and report["guarded_ranks"] == 3
-    assert report["steps"]["committed"] == 250 and report["findings"] == []
+    assert report["steps"]["committed"] == len(steps_of(lab.nodes[0], 0)) and report["findings"] == []
     blind = [event.data for event in on_record(node) if event.kind == "blind"]
     assert any(began - 2 < row["since"] < ended and {"rank:2"} & set(row["sources"]) for row in blind), blind
     assert any("blind" in text for text in report["limits"])
@@ -129,7 +131,7 @@ def test_a_node_is_lost_and_the_others_go_on(lab, lost):
     """Also when it is the one that kept the record: the copy on another host becomes the record."""
     options = ("--max-restarts", "3")
     place = lambda index: c10d(lab, index, "2:3", host=2)  # noqa: E731
-    processes = launch(lab, place, 60, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    processes = launch(lab, place, 150, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     nodes = lab.nodes
     lab.wait(lambda: len(steps_of(nodes[0], 0)) > 15, "no steps")
     # The followers look for the controller once a second; training for a while gives them the time.
@@ -157,7 +159,7 @@ def test_a_node_is_lost_and_the_others_go_on(lab, lost):
 @pytest.mark.slow
 def test_the_node_with_the_record_is_lost_and_the_job_with_it(lab):
     """No restart: whoever holds the copy ends the record."""
-    processes = launch(lab, lambda index: c10d(lab, index, host=2), 300)
+    processes = launch(lab, lambda index: c10d(lab, index, host=2), 0)
     nodes = lab.nodes
     lab.wait(lambda: any(list(node.job.glob("*.copy.jsonl")) for node in nodes[1:]), "no copy")
     lab.wait(lambda: len(steps_of(nodes[0], 0)) > 45, "no steps")

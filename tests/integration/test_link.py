@@ -214,15 +214,21 @@ def test_interrupt_in_the_middle_of_emit_loses_and_doubles_nothing(job):
     """Ctrl-C may come between any two instructions."""
     script = (
         "import random, signal\n"
-        "def raising(*_): raise KeyboardInterrupt\n"
+        # Once for each time that it is armed, and so never outside the try.
+        "def raising(*_):\n"
+        "    global armed\n"
+        "    if armed:\n"
+        "        armed = False\n"
+        "        raise KeyboardInterrupt\n"
         "signal.signal(signal.SIGALRM, raising)\n"
         # However long it takes on this host, about every second one is interrupted.
         "n, whole, most = 0, [], 0.00006\n"
         "while n < 1500:\n"
         "    n += 1\n"
         "    try:\n"
+        "        armed = True\n"
         "        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000005, most)); emit(n); whole.append(n)\n"
-        "        signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "        armed = False\n"
         "        most = max(most / 1.1, 0.00001)\n"
         "    except KeyboardInterrupt: most *= 1.1\n"
         "emit(0)\n"

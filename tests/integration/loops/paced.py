@@ -1,7 +1,7 @@
 """A small DDP training at a steady pace, for tests that do something to it from outside.
 
-Usage: paced.py STEPS SECONDS: that many steps, each at least so long. Every rank appends the wall time of each step to
-the file steps.RESTART.RANK in the working folder.
+Usage: paced.py STEPS SECONDS: that many steps, each at least so long; STEPS 0: until there is a file `enough` in the
+working folder of rank 0. Every rank appends the wall time of each step to the file steps.RESTART.RANK in its own.
 """
 
 import datetime
@@ -12,6 +12,13 @@ import time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+
+def enough():
+    """Whether rank 0 has the file, on all ranks alike."""
+    there = torch.tensor([float(os.path.exists("enough"))])
+    dist.broadcast(there, 0)
+    return bool(there)
 
 
 def main(steps, seconds):
@@ -25,7 +32,9 @@ def main(steps, seconds):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)
     with open(f"steps.{attempt}.{rank}", "a", buffering=1) as file:
-        for _ in range(steps):
+        made = 0
+        while (made < steps) if steps else not enough():
+            made += 1
             began = time.monotonic()
             loss = model(torch.randn(4, 8, generator=generator)).square().mean()
             optimizer.zero_grad()
@@ -33,7 +42,7 @@ def main(steps, seconds):
             optimizer.step()
             file.write(f"{time.time():.3f}\n")
             time.sleep(max(0.0, seconds - (time.monotonic() - began)))
-    sys.stdout.write(f"rank {rank} trained {steps} steps\n")
+    sys.stdout.write(f"rank {rank} trained {made} steps\n")
 
 
 if __name__ == "__main__":
