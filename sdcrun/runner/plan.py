@@ -70,6 +70,9 @@ def make(line: CommandLine, table: tuple[optiontable.Option, ...], environ: Mapp
     if getattr(options, "standalone", False) and min_nodes > 1:
         raise UsageError(f"--standalone (one node) and --nnodes {options.nnodes} contradict each other")
     _check_place(options, max_nodes)
+    _check_log_dir(options)
+    if nproc is None:
+        _check_accelerator(options.nproc_per_node, environ)
     local = max_nodes if localnodes.wanted(max_nodes, options, given, environ) else 1
     return Plan(
         tuple(line.torchrun),
@@ -157,6 +160,41 @@ def _is_endpoint(text: str) -> bool:
     if port and not (re.fullmatch(r"[0-9]+", port[0]) and int(port[0]) < 1 << 16):
         return False
     return re.fullmatch(r"[\w.:-]+", host) is not None
+
+
+def _check_log_dir(options: argparse.Namespace) -> None:
+    """torch's own log specs make the folder, or one inside it."""
+    asked = getattr(options, "log_dir", None)
+    if not asked or asked == os.devnull or getattr(options, "logs_specs", None) not in (None, "default"):
+        return
+    place = os.path.abspath(asked)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise UsageError(f"--log-dir {asked}: {'it' if place == os.path.abspath(asked) else place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"--log-dir {asked}: nothing can be written in {place}")
+
+
+def _check_accelerator(word: str, environ: Mapping[str, str]) -> None:
+    """The word for a kind of device that this torch or this environment has none of, where that is certain without
+    asking a driver."""
+    kinds = {"gpu": ("cuda", "hip"), "xpu": ("xpu",)}.get(word, ())
+    if not kinds:
+        return
+    torch = os.path.dirname(os.path.dirname(optiontable.source_path()))
+    try:
+        with open(os.path.join(torch, "version.py"), encoding="utf-8") as file:
+            built = file.read()
+    except OSError:
+        return
+    why = ""
+    if all(re.search(rf"^{kind}\b.*=\s*None\s*$", built, re.MULTILINE) for kind in kinds):
+        why = "the torch installed here is built without"
+    elif word == "gpu" and "CUDA_VISIBLE_DEVICES" in environ and not localnodes.visible_devices(environ):
+        why = f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} leaves none"
+    if why:
+        raise UsageError(f"--nproc-per-node {word}: there is none, {why} (a number, cpu or auto works)")
 
 
 def _check_script(script: str, options: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -59,6 +59,11 @@ def agent(pet, report, linger):
         # What torchrun makes of a signal is thirty lines of traceback a node, under which all else is lost.
         print(f"torchrun: {error}", file=sys.stderr)
         return 1
+    except Exception as error:
+        if not handlers:
+            # Before any rank: what stands in the last line of a long traceback comes first.
+            print(f"[sdcrun] torchrun cannot start: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 def watch_rendezvous(report):

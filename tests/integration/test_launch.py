@@ -258,3 +258,12 @@ def test_signal_before_there_are_ranks(launch):
     run.until(lambda: run.agents(), "no agent")
     run.process.send_signal(signal.SIGTERM)
     assert run.end() in (1, 128 + signal.SIGTERM)
+
+
+def test_what_torchrun_stumbles_over_before_any_rank_is_said_in_one_line_first(launch):
+    """Here a value that only its rendezvous looks at; what is certain beforehand is an error of the command line."""
+    run = launch("pass", "--rdzv-conf", "join_timeout=soon", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    assert run.end() == 1
+    err = run.err.read_text()
+    said = [line for line in run.says() if line.startswith("torchrun cannot start: ")]
+    assert len(said) == 1 and err.index(said[0]) < err.index("Traceback"), err

@@ -34,7 +34,7 @@ def made(typed, environ=None):
     ("typed", "nodes", "nproc", "local"),
     [
         ("train.py", (1, 1), 1, 1),
-        ("--nproc-per-node gpu train.py", (1, 1), None, 1),
+        ("--nproc-per-node auto train.py", (1, 1), None, 1),
         ("--nnodes 4 train.py", (4, 4), 1, 4),
         ("--nnodes 2:4 --nproc-per-node 2 train.py", (2, 4), 2, 4),
         ("--nnodes 4 --rdzv-backend c10d train.py", (4, 4), 1, 4),
@@ -115,6 +115,58 @@ def test_refused_in_one_line(typed, said):
         made(typed)
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
+
+
+def test_folder_for_logs_that_cannot_be(folder, monkeypatch):
+    (folder / "file").write_text("")
+    (folder / "loop").symlink_to("nowhere/x")
+    for asked, said in (("file", "it is not a folder"), ("file/a/b", f"{folder}/file is not a folder"),
+                        ("loop", "it is not a folder")):  # fmt: skip
+        for typed, environ in ((f"--log-dir {asked} train.py", {}), ("train.py", {"PET_LOG_DIR": asked})):
+            with pytest.raises(UsageError) as error:
+                made(typed, environ)
+            assert str(error.value) == f"--log-dir {asked}: {said}"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(folder))
+    with pytest.raises(UsageError, match=f"--log-dir a/b: nothing can be written in {folder}$"):
+        made("--log-dir a/b train.py")
+    (folder / "mine").mkdir()
+    for typed in ("--log-dir mine/a", "--log-dir /dev/null", ""):
+        assert made(f"{typed} train.py").script == "train.py"
+    assert not (folder / "mine" / "a").exists()
+
+
+BUILT = {"cpu": "cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n",
+         "cuda": "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n",
+         "rocm": "cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", "strange": ""}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("built", "word", "visible", "why"),
+    [
+        ("cpu", "gpu", None, "the torch installed here is built without"),
+        ("cpu", "xpu", None, "the torch installed here is built without"),
+        ("cuda", "gpu", "", "CUDA_VISIBLE_DEVICES= leaves none"),
+        ("rocm", "gpu", "-1", "CUDA_VISIBLE_DEVICES=-1 leaves none"),
+        ("cuda", "gpu", None, None),
+        ("cuda", "gpu", "0", None),
+        ("cuda", "xpu", None, None),
+        ("strange", "gpu", None, None),
+        ("cpu", "auto", "", None),
+        ("cpu", "cpu", "", None),
+    ],
+)
+def test_devices_that_are_certainly_not_there(folder, monkeypatch, built, word, visible, why):
+    torch = folder / "site-packages" / "torch"
+    (torch / "distributed").mkdir(parents=True)
+    (torch / "version.py").write_text(BUILT[built])
+    monkeypatch.setattr(optiontable, "source_path", lambda: str(torch / "distributed" / "run.py"))
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if why is None:
+        assert made(f"--nproc-per-node {word} train.py", environ).nproc is None
+        return
+    with pytest.raises(UsageError) as error:
+        made(f"--nproc-per-node {word} train.py", environ)
+    assert str(error.value) == f"--nproc-per-node {word}: there is none, {why} (a number, cpu or auto works)"
 
 
 @pytest.mark.parametrize(
