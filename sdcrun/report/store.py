@@ -22,6 +22,7 @@ from sdcrun.core.codec import MAX_LINE, CodecError, decode_event, encode_event
 from sdcrun.core.types import Event
 
 EVENTS = "events.jsonl"
+COPY = "events.copy.jsonl"
 JOB = "job.json"
 DEFAULT_ROOT = "sdcrun_jobs"
 APPROVALS = "approvals"
@@ -161,6 +162,9 @@ def read_events(job_dir: str | os.PathLike[str], reading: Reading | None = None)
     reading = reading if reading is not None else Reading()
     seen = Seen()
     path = Path(job_dir) / EVENTS
+    elsewhere = kept_elsewhere(job_dir)
+    if elsewhere is not None:
+        raise JobError(f"{job_dir}: {elsewhere}")
     if not path.is_file() and not list(_spools(job_dir)):
         raise JobError(f"{job_dir}: not a job folder (it has no {EVENTS})")
     if path.is_file():
@@ -176,6 +180,23 @@ def read_events(job_dir: str | os.PathLike[str], reading: Reading | None = None)
                 reading.events += 1
                 reading.recovered += event.kind != "approved"
                 yield event
+
+
+def kept_elsewhere(job_dir: str | os.PathLike[str]) -> str | None:
+    """In words, where the record of a job is that runs here and whose ranks have chosen another host's controller; None
+    when it is in this folder, or nobody knows."""
+    folder = Path(job_dir)
+    if (folder / EVENTS).exists():
+        return None
+    for chosen in sorted(folder.glob("controller-*.json.job")):
+        try:
+            host = json.loads(chosen.read_bytes())["host"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return f"the record of this job is kept on {host}; use sdcrun there"
+    if (folder / COPY).exists():
+        return f"here is only a copy of the record ({COPY}); use sdcrun on the host that keeps it"
+    return None
 
 
 def hand_over(job_dir: str | os.PathLike[str], event: Event) -> None:

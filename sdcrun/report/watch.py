@@ -37,6 +37,8 @@ def watch(job: str | None = None, root: str | os.PathLike[str] | None = None, fi
     out = file if file is not None else sys.stdout
     try:
         folder = store.find_job(job, root)
+        if (elsewhere := store.kept_elsewhere(folder)) is not None:
+            raise JobError(f"{folder}: {elsewhere}")
         watched = Watched(folder)
     except (JobError, OSError) as error:
         command.complain(f"error: {words.clean(error, 1000)}")

@@ -17,11 +17,11 @@ from typing import Any
 from sdcrun import __version__
 from sdcrun.core.codec import MAX_LINE, CodecError, encode_message, message_of
 from sdcrun.core.types import EVENT_SCHEMA
+from sdcrun.report.store import COPY
 from sdcrun.runner.copies import PREFIX, digest
 from sdcrun.wire.opening import connect, prove, receive, wait_messages
 from sdcrun.wire.runtime import read_runtime
 
-COPY = "events.copy.jsonl"
 LOOK_EVERY = 1.0
 ASK_AGAIN = 30.0
 QUIET_SECONDS = 10.0

@@ -163,6 +163,9 @@ def test_the_node_with_the_record_is_lost_and_the_job_with_it(lab):
     nodes = lab.nodes
     lab.wait(lambda: any(list(node.job.glob("*.copy.jsonl")) for node in nodes[1:]), "no copy")
     lab.wait(lambda: len(steps_of(nodes[0], 0)) > 45, "no steps")
+    asked = nodes[1].sdcrun("approve", "job", "rank 1", "--by", "Ada")
+    lab.wait(lambda: asked.poll() is not None, "no answer")
+    assert asked.returncode == 2 and f"is kept on {nodes[0].address}; use sdcrun there" in "".join(nodes[1].says())
     nodes[0].lose()
     codes = ends(lab, processes[1:])
     assert all(code == 1 for code in codes), codes

@@ -66,3 +66,21 @@ def test_a_clean_job_has_nothing_to_approve(folder, capsys):
     (folder / "events.jsonl").write_bytes(b"".join(line for line in lines if b'"word"' not in line))
     assert cli.main(["approve", "job", "GPU-0002", "--by", "Ada"]) == 2
     assert "there is nothing to approve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["approve job GPU-0002 --by Ada", "watch job", "report job"])
+def test_a_host_that_does_not_keep_the_record_says_which_one_does(folder, capsys, command):
+    command = command.split()
+    record = (folder / "events.jsonl").read_bytes()
+    (folder / "events.jsonl").rename(folder / "events.copy.jsonl")
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err
+    assert "here is only a copy of the record (events.copy.jsonl)" in error and error.count("\n") == 1
+    (folder / "controller-gpu-1-7.json.job").write_text('{"host": "gpu-0", "port": 4711, "secret": "s"}')
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err
+    assert "the record of this job is kept on gpu-0; use sdcrun there" in error and error.count("\n") == 1
+    assert not (folder / "approvals").exists() and not (folder / "events.jsonl").exists()
+    # On a file system that both hosts share it is in this folder.
+    (folder / "events.jsonl").write_bytes(record)
+    assert cli.main(command) in (0, 1) and not capsys.readouterr().err

@@ -226,7 +226,10 @@ def of_this_host(job, pid):
 def test_watch_of_a_job_that_was_killed_ends_and_says_so(tmp_path, monkeypatch):
     job = started()
     job.summaries(9)
-    child = subprocess.Popen([sys.executable, "-c", "input()", "sdcrun"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", "print(flush=True); input()", "sdcrun"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # Its arguments can be read some time after it has been started.
+    assert child.stdout.readline()
     job.events[:] = of_this_host(job, child.pid)
     folder = folder_of(job, tmp_path / "job")
     monkeypatch.setattr(watch, "EVERY", 1.0)
