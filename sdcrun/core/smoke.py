@@ -109,7 +109,8 @@ def _row(
         )
     if not caught:
         unseen = unseen or _narrowed(state, first)
-        problem = None if unseen and faultspec.SEEN not in unseen else MISSED
+        missed = _missed_at_checkpoint(state, first) if first.site == "checkpoint" else MISSED
+        problem = None if unseen and faultspec.SEEN not in unseen else missed
         return FaultRow(text, len(trained), first.step, first.rank, None, None, None, unseen, problem)
     finding = caught[0][0]
     before = [f.step for f in trained if f.effective and f.attempt == finding.attempt and f.step <= finding.step]
@@ -141,6 +142,17 @@ def _caught_at_checkpoint(state: State, first: Firing) -> int | None:
         if (c["state"] in ("withheld", "tainted") or c["dissent"]) and (c["step"] is None or c["step"] >= first.step)
     ]
     return min(steps) - first.step if steps else None
+
+
+def _missed_at_checkpoint(state: State, first: Firing) -> str:
+    """What became of the checkpoint into which the fault went."""
+    mine = [c for c in state.checkpoints.values() if c["rank"] == first.rank]
+    saved = [c for c in mine if c["step"] is None or c["step"] >= first.step]
+    if not saved:
+        return "it fired and was not caught (no checkpoint that this rank saved from then on is on record)"
+    one = min(saved, key=lambda c: (c["step"] is None, c["step"] or 0))
+    why = f": {words.clean(one['reason'], 200)}" if one["state"] == "unverified" and one["reason"] else ""
+    return f"it fired and was not caught (checkpoint {words.clean(one['path'], 200)} is {one['state']}{why})"
 
 
 def _unseen(state: State, text: str, first: Firing) -> str | None:

@@ -107,6 +107,30 @@ def test_a_stop_excuses_only_what_was_still_to_come():
     assert code == 88 and len(wrong) == 1
 
 
+SAVED = {"path": "ema.pt", "step": 4, "state": "unverified", "reason": "w matches no vote", "id": "1", "rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "why"),
+    [
+        ([SAVED, {**SAVED, "path": "b.pt", "id": "2", "step": 9}],
+         "checkpoint ema.pt is unverified: w matches no vote"),
+        ([{**SAVED, "state": "provisional", "reason": "as voted"}], "checkpoint ema.pt is provisional"),
+        ([{**SAVED, "step": None}, {**SAVED, "path": "b.pt", "step": None}],
+         "checkpoint ema.pt is unverified: w matches no vote"),
+        ([{**SAVED, "step": 2}], "no checkpoint that this rank saved from then on is on record"),
+        ([], "no checkpoint that this rank saved from then on is on record"),
+    ],
+)
+def test_a_fault_in_a_checkpoint_that_was_not_caught_tells_what_became_of_the_checkpoint(saved, why):
+    job = started(3, "checkpoint:rank=0,step=4,bit=30")
+    job.inject(4, rank=0, site="checkpoint")
+    for data in saved:
+        job.emit("checkpoint", 0, data)
+    rows, wrong, code = judged(job)
+    assert rows[0].problem == f"it fired and was not caught ({why})" and code == 88 and len(wrong) == 1
+
+
 def test_the_table_at_the_end_and_junit_have_a_row_for_each_fault():
     job = started(3, "weight:rank=1,step=2", "allreduce:step=3,bit=2", "gradient:rank=7,step=2")
     job.inject(2, rank=1)
