@@ -11,7 +11,7 @@ from harness import LOOPS, differences, launch
 from test_idioms import assert_failed_alike, assert_untouched, with_faults
 
 pytestmark = pytest.mark.timeout(2000)
-FILES = ("optimizers", "perturbed", "ddp_options", "compiled", "strange", "surroundings", "workers")
+FILES = ("optimizers", "perturbed", "ddp_options", "ddp_modules", "compiled", "strange", "surroundings", "workers")
 EVERY_STEP = ("--sdc-weights-every", "1", "--sdc-audit-every", "1")
 FAULTS = {
     "nan": ("gradient:rank=1,step=3,kind=nan", "nonfinite"),

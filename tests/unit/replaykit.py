@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.patches import autograd
@@ -21,6 +23,26 @@ def guard_of(module, name=""):
 
 class Probe(list):
     """Sees what a replay does: a plain list of the script's would be put back as it was before."""
+
+
+class Net(nn.Module):
+    """Two layers, a normalisation with buffers, dropout, and plain attributes that the forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        return self.b(F.dropout(torch.tanh(self.norm(self.a(x))), 0.3))
+
+
+def data(seed=1, size=5):
+    """A batch of the net: inputs float32 [size, 6], labels int64 [size]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
 
 
 class Solo:

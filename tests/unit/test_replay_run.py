@@ -5,37 +5,20 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from replaykit import Probe, Solo, bits, guard_of, same
+from replaykit import Net, Probe, Solo, bits, data, guard_of, same
 from torch import nn
 
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names, digest
 from sdcrun.shim.replay import state
 from sdcrun.shim.replay.muted import muted
-from sdcrun.shim.replay.program import FALLBACK, FULL
+from sdcrun.shim.replay.program import FULL
 from sdcrun.shim.replay.run import NotReplayable, replay
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.calls, self.seen = 0, []
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen.append(self.calls)
-        return self.b(F.dropout(torch.tanh(self.norm(self.a(x))), 0.3))
 
 
 @pytest.fixture
 def net():
     torch.manual_seed(0)
     return Net()
-
-
-def data(seed=1, size=5):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
 
 
 def test_equal_bits_and_no_trace(net):
@@ -177,149 +160,6 @@ def test_buffers_grown_by_the_forward_are_gone_afterwards(net):
     del net._buffers["table"]
     expected, result = solo.again()
     assert expected == result.table and "table" not in net._buffers
-
-
-def test_fallback_starts_from_the_gradients_of_the_outputs(net):
-    x, y = data()
-    with Solo(net) as solo:
-        output = solo(x)
-        output.register_hook(lambda gradient: gradient * 0.5)
-        F.cross_entropy(output, y).backward()
-    expected, result = solo.again()
-    assert solo.parcel().program.kind == FALLBACK
-    assert expected == result.table and "output" in expected and "loss" not in expected
-
-
-def test_fallback_is_refused_where_it_would_differ(net):
-    x, y = data()
-    with Solo(net) as solo:
-        output = solo(x)
-        output.register_hook(lambda gradient: gradient * 0.5)
-        (F.cross_entropy(output, y) + net.a.weight.pow(2).sum()).backward()
-    assert "other ways than the module's outputs" in solo.recorder.pack()
-
-
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x, y):
-        logits = self.net(x)
-        return {"loss": F.cross_entropy(logits, y), "logits": logits}
-
-
-def test_outputs_that_follow_from_each_other_are_counted_once():
-    torch.manual_seed(0)
-    both = Both()
-    x, y = data()
-    with Solo(both) as solo:
-        out = solo(x, y)
-        out["logits"].register_hook(lambda gradient: None)
-        (out["loss"] + out["logits"].pow(2).mean()).backward()
-    expected, result = solo.again()
-    assert solo.parcel().program.kind == FALLBACK and expected == result.table
-
-
-def test_forward_is_carried_over_an_update_of_another_module():
-    torch.manual_seed(0)
-    maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
-    x, _ = data()
-    with Solo(maker, judge) as first:
-        fake = first(x)
-        first(fake.detach(), which=1).sum().backward()
-    assert set(first.recorder.case.expected) == {"loss", "module1:weight", "module1:bias"}
-    with torch.no_grad():
-        judge.weight.mul_(0.9)
-    with Solo(before=first) as second:
-        second(fake, which=1).pow(2).sum().backward()
-    expected, result = second.again()
-    assert second.recorder.case.program.guards == [0, 1]
-    assert expected == result.table and {":weight", "module1:weight"} <= set(expected)
-
-
-def test_a_forward_after_the_audited_backward_is_carried_over_too():
-    maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
-    x, _ = data()
-    with Solo(maker, judge, onwards=True) as first:
-        first(x, which=1).sum().backward()
-        case = first.recorder.case
-        fake = first(x)
-        first(fake.detach(), which=1).sum().backward()
-    assert first.recorder.case is case
-    expected, result = first.again()
-    assert expected == result.table
-    with Solo(before=first) as second:
-        second(fake, which=1).pow(2).sum().backward()
-    expected, result = second.again()
-    assert expected == result.table and ":weight" in expected and not second.recorder.case.uncovered
-
-
-def test_what_the_script_cuts_off_the_graph_is_computed_again():
-    """A wrong value in the maker's forward is seen although its gradient is not wanted."""
-    maker, judge = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)), nn.Linear(6, 1)
-    x, _ = data()
-    with Solo(maker, judge) as solo:
-        solo(solo(x).detach().mul(2), which=1).sum().backward()
-    expected, result = solo.again()
-    assert expected == result.table and "module1:weight" in expected
-    with torch.no_grad():
-        maker[0].weight[0, 0] += 1
-    assert "module1:weight" in differing_names(expected, solo.again()[1].table, frozenset())
-
-
-@pytest.mark.parametrize("obstacle", ["updated", "hooked"])
-def test_what_is_cut_off_enters_by_value_where_it_cannot_be_computed_again(obstacle):
-    maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
-    x, _ = data()
-    with Solo(maker, judge) as solo:
-        fake = solo(x)
-        if obstacle == "updated":
-            with torch.no_grad():
-                maker.weight.mul_(0.9)
-        else:
-            fake.register_hook(lambda gradient: None)
-        solo(fake.detach(), which=1).sum().backward()
-    assert solo.recorder.case.program.guards == [1] and solo.recorder.case.program.kind == FULL
-    expected, result = solo.again()
-    assert expected == result.table and not solo.recorder.case.uncovered
-
-
-def test_values_of_a_window_before_the_last_enter_by_value_and_the_case_is_partial():
-    maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
-    x, _ = data()
-    with Solo(maker, judge) as first:
-        fake = first(x)
-        first(fake.detach(), which=1).sum().backward()
-    with Solo(before=first) as second:
-        second(fake.detach(), which=1).sum().backward()
-    with Solo(before=second) as third:
-        third(fake, which=1).pow(2).sum().backward()
-    for solo, partial in ((first, False), (second, False), (third, True)):
-        expected, result = solo.again()
-        assert expected == result.table and bool(solo.recorder.case.uncovered) is partial
-
-
-def test_weights_changed_between_forward_and_backward_decline(net):
-    x, y = data()
-    with Solo(net) as solo:
-        loss = F.cross_entropy(solo(x), y)
-        with torch.no_grad():
-            net.b.bias.mul_(0.9)
-        loss.backward()
-    assert "changed between" in solo.recorder.pack()
-
-
-def test_input_changed_behind_the_version_counter_before_the_loss(net):
-    """Forward and loss use one tensor with other contents, and no counter says so."""
-    x, _ = data()
-    plain, net.forward = net.forward, lambda x: plain(x + 0.0)
-    with Solo(net) as solo:
-        output = solo(x)
-        x.data.mul_(3)
-        (output * x[:, :3]).sum().backward()
-    expected, result = solo.again()
-    assert expected == result.table
 
 
 def test_trouble_while_recording_stays_ours(net, monkeypatch):
