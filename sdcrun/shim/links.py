@@ -18,6 +18,7 @@ _HELLO = struct.Struct("<16sII")
 _HELLO_SECONDS = 2.0
 _WAITING = 128
 _SIOCGIFADDR = 0x8915
+_FAR = "192.0.2.1"  # reserved for documents: as good as any that is not here
 LEFT = "another rank has left or given up"
 
 
@@ -34,10 +35,24 @@ def own_address() -> str:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
     target = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    address = _source_towards(target)
+    if _loops_back(address) and not _loops_back(target) and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        # Debian's /etc/hosts gives a host's own name such an address, which means another host to other nodes.
+        with contextlib.suppress(OSError):
+            address = _source_towards(_FAR)
+    return address
+
+
+def _source_towards(target: str) -> str:
+    """The address of this host on the way to `target`; nothing is sent."""
     family, kind, *_, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)
         return probe.getsockname()[0]
+
+
+def _loops_back(host: str) -> bool:
+    return host.startswith("127.") or host in ("::1", "localhost")
 
 
 class Links:

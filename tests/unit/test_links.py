@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from sdcrun.shim import links as links_module
 from sdcrun.shim.links import Links, own_address
 from sdcrun.shim.transport import BallotFailed, Tree
 
@@ -41,6 +42,15 @@ def test_an_interface_that_is_not_there_leaves_the_way_to_the_master(monkeypatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert own_address() == "127.0.0.1"
+
+
+@pytest.mark.parametrize("nodes, address", [("1", "127.0.1.1"), ("2", "198.51.100.7")])
+def test_a_name_that_means_this_host_alone_is_not_told_to_other_nodes(monkeypatch, nodes, address):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node-1")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setattr(links_module, "_source_towards", {"node-1": "127.0.1.1", "192.0.2.1": "198.51.100.7"}.get)
+    assert own_address() == address
 
 
 @pytest.fixture
