@@ -22,6 +22,9 @@ from collections.abc import Callable
 import torch
 
 from sdcrun.shim import fingerprint as fp
+from sdcrun.shim.fingerprint import torch_ops
+from sdcrun.shim.fingerprint.layout import span
+from sdcrun.shim.fingerprint.quiet import quiet
 
 
 def gpt(layers: int, width: int, vocabulary: int) -> list[tuple[int, ...]]:
@@ -70,6 +73,10 @@ def cpu_figures(full: bool) -> list[dict]:
     widths += [("GPT-2, 124 M", gpt(12, 768, 50257))] if full else [("GPT, 40 M", gpt(8, 512, 20000))]
     for name, shapes in widths:
         measure(name, [torch.randn(shape) for shape in shapes], repeats)
+    ten = [torch.randn(shape) for shape in widths[1][1]]
+    measure("GPT, 10 M, without a C compiler", ten, repeats, lambda: by_operations(ten))
+    if full:
+        measure("GPT, 953 M", [torch.randn(shape) for shape in gpt(48, 1264, 50257)], 3)
     measure("one tensor, bf16, 16 M elements", [torch.randn(16 << 20).bfloat16()], repeats)
     measure("one tensor, bf16, odd offset", [torch.randn((16 << 20) + 1).bfloat16()[1:]], repeats)
     for count in (10, 100, 1000, 10_000) if full else (10, 1000):
@@ -84,6 +91,16 @@ def cpu_figures(full: bool) -> list[dict]:
 
     measure("300 tensors of 256 words, one by one", tensors, 5 * repeats, one_by_one)
     return figures
+
+
+def by_operations(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """What `fingerprints` does where sdcrun was installed without a C compiler."""
+    with quiet():
+        sums = torch_ops.Sums(torch.device("cpu"))
+        sums.add([span(tensor) for tensor in tensors], list(range(len(tensors))))
+        result = torch.zeros(len(tensors), 2, dtype=torch.int64)
+        sums.add_to(result)
+    return result
 
 
 def cuda_figures(full: bool) -> list[dict]:
@@ -117,6 +134,7 @@ def machine() -> dict:
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
+        "fingerprints": fp.implementation(torch.device("cpu")),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
