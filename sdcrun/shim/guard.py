@@ -91,7 +91,6 @@ class Guard:
         # What was captured names this guard: kept, the two would outlive the script's module until the next collection.
         self.token = None
         self.ungated, self.gated = 0, True
-        self.token = None
         self.local_sums.clear()
         self.reduced_sums.clear()
         self.local_bad.clear()
