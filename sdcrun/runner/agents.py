@@ -127,8 +127,10 @@ class Agents:
         """Note the end of an agent; returns what it told of ranks that failed: {rank, exit, text, at} each."""
         del self.living[child.pid]
         # One that had to be killed because it waited for other agents would have ended with 1, as any other one does
-        # after a signal.
-        self.codes.append(1 if child.pid in self._killed else child.code or 0)
+        # after a signal; so would one that torch aborts while it ends, because the agent that served the store has
+        # ended before it.
+        aborted = child.code == 128 + signal.SIGABRT and (self._stopped or self.sent)
+        self.codes.append(1 if child.pid in self._killed or aborted else child.code or 0)
         rows = self._report(child.pid)
         if not self._stopped and not self.sent:
             self.failures += rows

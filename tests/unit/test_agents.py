@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,21 @@ def test_agents_whose_ranks_were_too_quick_to_be_seen_are_not_waited_for(monkeyp
     now[0] += 1
     watched.turn()
     assert bool(said) is bool(children.sent) is ended
+
+
+@pytest.mark.parametrize(("first", "code"), [("signal", 1), ("stop", 1), (None, 134)])
+def test_an_agent_that_aborts_while_it_ends_after_a_signal_has_ended_with_1(first, code):
+    children = OfNobody(b"")
+    plan = SimpleNamespace(options=SimpleNamespace(shutdown_timeout=1, max_restarts=0), torchrun=(), script="s.py",
+                           script_args=(), local_nodes=1, nodes=1, min_nodes=1, given=frozenset())  # fmt: skip
+    watched = agents.Agents(plan, children, SimpleNamespace(say=print), {signal.SIGTERM})
+    watched.start({}, "job", "", None, None)
+    if first is not None:
+        getattr(watched, first)(signal.SIGTERM if first == "signal" else "why")
+    (child,) = watched.living.values()
+    child.code = 134
+    watched.ended(child)
+    assert watched.code == code
 
 
 def test_what_an_agent_tells_of_failed_ranks_stands_behind_the_empty_lines():
