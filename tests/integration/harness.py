@@ -94,7 +94,7 @@ def launch(
     sdcrun: tuple[str, ...] | list[str] | None = None,
     options: tuple[str, ...] | list[str] = (),
     env: dict[str, str] | None = None,
-    timeout: float = 240.0,
+    timeout: float = 400.0,
 ) -> Outcome:
     """Run `script` on `ranks` ranks in `folder`; under sdcrun with those own options when `sdcrun` is not None.
 

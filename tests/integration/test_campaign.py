@@ -31,7 +31,7 @@ def campaign(folder, *arguments, code=0):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SDCRUN", "PET_"))}
     command = [sys.executable, "-m", "sdcrun.cli", "campaign", "faults.yaml", *arguments]
     done = subprocess.run(command, cwd=folder, env=kept | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=280)  # fmt: skip
+                          timeout=500)  # fmt: skip
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     place = folder / "sdcrun_jobs" / "campaign-faults"
     lines = [json.loads(line) for line in (place / "cells.jsonl").read_text().splitlines()]

@@ -5,7 +5,7 @@ import json
 import pytest
 from harness import EXAMPLES, LOOPS, differences, launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 EVERY_STEP = ("--sdc-weights-every", "1", "--sdc-audit-every", "2")
 OVERFLOWS = 2  # steps of the loops in which a GradScaler meets an overflow that the loop itself makes
 # Loops for the faults. In step 3 of the GAN the generator is updated, and the critic has gradients too.
@@ -32,12 +32,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    return launch(folder / "plain", LOOPS / "everything.py", timeout=400)
+    return launch(folder / "plain", LOOPS / "everything.py", timeout=800)
 
 
 @pytest.fixture(scope="module")
 def guarded(folder):
-    return launch(folder / "guarded", LOOPS / "everything.py", sdcrun=EVERY_STEP, timeout=400)
+    return launch(folder / "guarded", LOOPS / "everything.py", sdcrun=EVERY_STEP, timeout=800)
 
 
 def test_loops_compute_the_same_bits_on_every_rank(plain, guarded):

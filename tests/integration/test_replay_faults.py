@@ -22,7 +22,7 @@ def run(*cases, ranks=3):
     """JSON line of each case."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*command, str(RUNNER), *cases], capture_output=True, text=True, timeout=280,
+        [*command, str(RUNNER), *cases], capture_output=True, text=True, timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lines = [json.loads(text) for text in done.stdout.splitlines() if text.startswith('{"case"')]

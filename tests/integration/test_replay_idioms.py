@@ -17,7 +17,7 @@ EAGER = [name for name in idioms.IDIOMS if name not in idioms.COMPILED]
 FULL_MATRIX = os.environ.get("SDCRUN_MATRIX", "") not in ("", "0")
 
 
-def run(names, ranks=3, timeout=280):
+def run(names, ranks=3, timeout=500):
     """JSON lines of `run_idioms.py` by idiom, one per rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(

@@ -28,7 +28,7 @@ def python(code, *, env=None, paths=(), flags=(), **kwargs):
     environment |= {"PYTHONPATH": os.pathsep.join([str(SITE), *map(str, paths)]), **(env or {})}
     done = subprocess.run(
         [sys.executable, *flags, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True,
-        timeout=120, **kwargs,
+        timeout=300, **kwargs,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

@@ -25,11 +25,13 @@ SCRIPT = """
 import os, time
 
 rank = int(os.environ["RANK"])
-for part in range(40):
+# Until the status has been there.
+while not os.path.exists("seen"):
     if rank == 0:
-        print(f"\\rbar {part:2}", end="" if part < 39 else "\\n", flush=True)
+        print("\\rbar", end="", flush=True)
     time.sleep(0.1)
 if rank == 0:
+    print(flush=True)
     for line in range(60):
         print("line", line)
     print("a partial line", end="", flush=True)
@@ -73,9 +75,12 @@ def environ(tmp_path):
 
 
 def test_output_is_whole_and_the_status_goes(tmp_path, environ):
-    code, output = on_terminal(COMMAND, tmp_path, environ)
+    def watch(output):
+        if "waiting for the first step · 0/2 guarded" in output:
+            (tmp_path / "seen").touch()
+
+    code, output = on_terminal(COMMAND, tmp_path, environ, watch)
     assert code == 0, output
-    assert "waiting for the first step · 0/2 guarded" in output
     screen = Screen(ROWS, COLUMNS)
     screen.feed(output)
     lines = screen.lines()

@@ -14,7 +14,7 @@ def launch(folder, *command):
     """Runs `python -m command` in `folder` and returns what it was."""
     return subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=280,
+        text=True, timeout=500,
     )  # fmt: skip
 
 

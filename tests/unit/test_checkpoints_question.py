@@ -31,7 +31,7 @@ class Rank:
     def __init__(self, job, number, size):
         torch.manual_seed(0)
         self.rank, self.job, self.reachable, self.events = number, job, True, []
-        self.config = Config(checkpoint_timeout=0.2)
+        self.config = Config(checkpoint_timeout=5.0)
         self.link = Link(job)
         self.module = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5), nn.Linear(5, 5), nn.BatchNorm1d(5))
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)

@@ -122,7 +122,7 @@ assert f"from ranks [{before}]" in fails(Exchange(links("silent"), size, 1.0), {
 dist.barrier()
 apart = Exchange(links("apart"), size, 600.0)
 assert fails(apart, {after: b"x"}, [before], rank % 2, 30)
-assert fails(apart, {after: b"x"}, [before], 5, 1)
+assert fails(apart, {after: b"x"}, [before], 5, 30)
 dist.barrier()
 gone = Exchange(links("gone"), size, 600.0)
 gone.swap({after: b"x"}, [before], 1)
