@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
+from injectkit import backward_watched, process_group  # noqa: F401
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,22 +12,6 @@ from sdcrun.core.types import Config
 from sdcrun.shim.guard import Guard
 from sdcrun.shim.inject import Injector
 from sdcrun.shim.inject_aim import farthest
-from sdcrun.shim.patches import autograd
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def backward_watched():
-    autograd.install()
-    yield
-    autograd.observers.clear()
-    autograd.undo()
 
 
 class Double(torch.autograd.Function):
