@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from replaykit import Solo
 from torch import nn
 
-from sdcrun.shim.replay import scriptstate
+from sdcrun.shim.replay import modulestate, scriptstate
 from sdcrun.shim.replay.run import replay
 from sdcrun.shim.replay.state import keep_in_replay
 
@@ -218,3 +218,13 @@ def test_a_container_of_something_else_that_the_forward_changes_is_a_reason():
     with Solo(net) as solo:
         solo(torch.randn(4, 6)).sum().backward()
     assert "cannot be shipped" in solo.recorder.pack()
+
+
+def test_the_name_of_a_device_stays_the_replayers_own():
+    """Ranks of one host name different devices; a replay on another's would not find its tensors there."""
+    net = nn.Linear(6, 3)
+    net.place, net.options, net.mode = "cuda:1", {"device": "cuda:1", "mode": "a"}, "a"
+    plain, _, _ = modulestate.state_before(net)
+    net.place, net.options, net.mode = "cuda:0", {"device": "cuda:0", "mode": "b"}, "b"
+    modulestate.assign(net, plain)
+    assert (net.place, net.options, net.mode) == ("cuda:0", {"device": "cuda:0", "mode": "a"}, "a")

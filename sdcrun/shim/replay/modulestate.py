@@ -10,6 +10,7 @@ import collections
 import copy
 import hashlib
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ REGISTRIES = frozenset(vars(torch.nn.Module()))
 _NAMED = ("_buffers", "_modules", "_parameters")
 LONGEST_LIST = 10_000
 DEEPEST = 4
+
+_DEVICE = re.compile(r"(cuda|xpu|npu|hpu|mps)(:[0-9]+)?")
 
 Key = tuple[str, str]
 
@@ -124,7 +127,7 @@ def _without_products(value: Any) -> Any:
 
 
 def assign(module: torch.nn.Module, values: dict[Key, Any]) -> None:
-    """Sets attributes that differ; a container keeps its identity."""
+    """Sets attributes that differ; a container keeps its identity, and the name of a device stays this rank's."""
     parts = dict(module.named_modules())
     for (name, attribute), value in values.items():
         held = vars(parts[name])
@@ -134,6 +137,8 @@ def assign(module: torch.nn.Module, values: dict[Key, Any]) -> None:
         elif isinstance(value, (dict, list, set)):
             # The micro-batch may be computed more than once.
             held[attribute] = _filled(current, copy.deepcopy(value))
+        elif _is_device(value) and _is_device(current):
+            continue
         elif type(current) is not type(value) or current != value:
             held[attribute] = value
 
@@ -155,7 +160,12 @@ def _filled(current: Any, value: Any) -> Any:
         current.clear()
         current.update(value)
         return current
-    return value
+    return current if _is_device(value) and _is_device(current) else value
+
+
+def _is_device(value: Any) -> bool:
+    """A text like "cuda:1"."""
+    return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
 
 
 def silence_loggers(module: torch.nn.Module) -> None:
