@@ -16,8 +16,8 @@ EVERY_STEP = ("--sdc-weights-every", "1", "--sdc-audit-every", "1")
 FAULTS = {
     "nan": ("gradient:rank=1,step=3,kind=nan", "nonfinite"),
     "inf": ("gradient:rank=0,step=1,kind=inf", "nonfinite"),
-    "weight": ("weight:rank=1,step=3,kind=bitflip,bit=20", "weights"),
-    "gradient": ("gradient:rank=2,step=3,kind=bitflip,bit=22", "replay"),
+    "weight": ("weight:rank=1,step=3,kind=bitflip,bit=14", "weights"),
+    "gradient": ("gradient:rank=2,step=3,kind=bitflip,bit=14", "replay"),
 }
 # Loops in which a fault at these steps is legally not met: fewer steps, other groups, or no rank-wide lockstep.
 NOT_FAULTED = {

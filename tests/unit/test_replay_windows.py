@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from replaykit import Solo
+from torch import nn
 
 from sdcrun.shim.checks.replay import Auditor
 from sdcrun.shim.patches import autograd
@@ -50,3 +53,28 @@ def test_an_interval_of_whole_epochs_does_not_hide_places_behind_the_short_windo
 
 def test_one_long_window_is_forgotten(auditor):
     assert max(picks(auditor, [50] + [2] * 400, 1, 300)[60:]) == 1
+
+
+def test_a_pass_at_perturbed_weights_makes_room_for_the_one_before_it():
+    """SAM: the picked backward ran at weights that are gone at the gate; the first of the window is audited instead."""
+    net, x, y = nn.Linear(6, 3), torch.randn(4, 6), torch.randint(0, 3, (4,))
+    with Solo(net, pick=1) as solo:
+        F.cross_entropy(solo(x), y).backward()
+        kept = net.weight.detach().clone()
+        with torch.no_grad():
+            net.weight += 0.1 * net.weight.grad
+        F.cross_entropy(solo(x), y).backward()
+        net.weight.data.copy_(kept)
+    expected, result = solo.again()
+    assert solo.recorder.case.program.position == 0 and solo.recorder.case.program.window == 2
+    assert expected == result.table and "loss" in expected
+
+
+def test_the_reason_given_is_that_of_the_picked_pass():
+    net, x = nn.Linear(6, 3), torch.randn(4, 6)
+    with Solo(net, pick=1) as solo:
+        solo(x).sum().backward()
+        solo(x).sum().backward(inputs=[net.weight])
+        with torch.no_grad():
+            net.weight += 1
+    assert "inputs" in solo.recorder.pack()

@@ -42,6 +42,7 @@ class Recorder:
     def __init__(self, guards: list, pick: int, before: Recorder | None = None, onwards: bool = False) -> None:
         self.guards, self.pick, self.onwards = list(guards), pick, onwards
         self.case: Case | None = None
+        self._earlier: list[Case] = []
         self.declined: str | None = None
         self.done = False
         self.backwards = 0
@@ -341,6 +342,7 @@ class Recorder:
         if not gradients and not isinstance(prepared, str):
             return
         self.backwards += 1
+        self._earlier += [self.case] if self.case is not None else []
         if table.altered:
             prepared = f"the gradient of {table.altered[0]} was changed in place during the backward"
         if isinstance(prepared, str):
@@ -364,16 +366,27 @@ class Recorder:
     # -- end ----------------------------------------------------------------------------------------------------
 
     def pack(self) -> str | None:
-        """Turns the recorded backward's tensors into bytes; returns why there is nothing to audit, or None."""
+        """Turns the recorded backward's tensors into bytes; returns why there is nothing to audit, or None. Where the
+        picked backward cannot be computed again, the last one before it that can be takes its place."""
         self.finish()
+        picked, reasons = self.case, []
+        if picked is not None and picked.program.externals:
+            return None
+        # Not by versions: a script may perturb the weights and put them back, as SAM does.
+        self.weights = weights_digests(self.guards) if picked is not None or self._earlier else None
+        for case in [*self._earlier, picked][::-1]:
+            self.case = case
+            reasons.append(self._pack())
+            if reasons[-1] is None:
+                return None
+        self.case = picked
+        return reasons[0]
+
+    def _pack(self) -> str | None:
         if self.case is None:
             hard = self.tape.hard[0] if self.tape.hard else None
             return self.declined or self._backward_inside or hard or "no backward of a guarded forward was seen"
         program = self.case.program
-        if program.externals:
-            return None
-        # Not by versions: a script may perturb the weights and put them back, as SAM does.
-        self.weights = weights_digests(self.guards)
         if self.weights != self.case.weights:
             return "the weights were changed between the recorded backward and the update"
         program.window = max(self.backwards, 1)
@@ -392,6 +405,7 @@ class Recorder:
         """Nothing of this window can be audited."""
         self.tape.hard.insert(0, reason)
         self.case, self.declined = None, reason
+        self._earlier.clear()
         self.finish()
 
     def finish(self) -> None:
@@ -407,6 +421,7 @@ class Recorder:
         self.finish()
         ended = self.tape.stop()
         self.case = None
+        self._earlier.clear()
         self._outputs.clear()
         self._versions.clear()
         self._linked.clear()
