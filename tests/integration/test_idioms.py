@@ -126,6 +126,16 @@ def test_a_gradient_that_is_not_a_number_is_caught_in_its_step(folder, plain, lo
         assert len({outcome.lines[loop, rank]["weights"] for rank in range(3)}) == 1
 
 
+def test_a_step_that_is_skipped_before_its_closure_was_called_still_returns_a_loss(folder, plain):
+    """SAM: the gate stands behind the script's own backward, and the closure would see weights nobody perturbed."""
+    loop, faults = "sam_with_a_closure", with_faults("gradient:rank=1,step=3,kind=nan")
+    outcome = launch(folder / "nan-closure", LOOPS / "everything.py", loop, sdcrun=[*EVERY_STEP[:2], *faults])
+    assert_caught(outcome, loop, "nonfinite", 1)
+    assert outcome.report["steps"]["skipped"] == 1
+    wanted, got = plain.lines[loop, 0]["losses"], outcome.lines[loop, 0]["losses"]
+    assert "nan" not in got and len(got) == len(wanted) and got[:3] == wanted[:3]
+
+
 @pytest.mark.parametrize("loop", FAULTED)
 def test_a_flipped_weight_bit_is_caught_at_the_next_vote_and_repaired(folder, plain, loop):
     faults = with_faults("weight:rank=2,step=3,kind=bitflip,bit=20")

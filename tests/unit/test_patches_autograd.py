@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from replaykit import Solo
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdcrun.shim.patches import autograd
 
@@ -168,3 +169,32 @@ def test_what_another_thread_differentiates_is_not_recorded(net):
     expected, result = solo.again()
     assert recorded == {"Call", "Op"}
     assert expected == result.table and "loss" in expected
+
+
+def test_the_last_loss_is_kept_as_a_number_alone():
+    autograd.install()
+    w = torch.ones(3, requires_grad=True)
+    (w * 3).sum().backward()
+    assert autograd.last_loss().item() == 9.0 and not autograd.last_loss().requires_grad
+    torch.autograd.backward([w, w], [torch.ones(3), torch.ones(3)])
+    assert autograd.last_loss() is None
+
+
+def test_a_dispatch_mode_of_the_scripts_own_sees_the_same_operators():
+    class Listing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def step():
+        w = torch.ones(3, requires_grad=True)
+        with Listing():
+            (w * 3).sum().backward()
+
+    seen = []
+    autograd.undo()
+    step()
+    plain, seen = seen, []
+    autograd.install()
+    step()
+    assert seen == plain

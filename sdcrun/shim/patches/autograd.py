@@ -12,6 +12,7 @@ import threading
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _python_dispatch as dispatch
 
 from sdcrun.shim.replay.state import replaying
 
@@ -33,6 +34,7 @@ class CallObserver(Protocol):
 observers: list[Observer] = []
 _watcher: CallObserver | None = None
 _watched_thread = 0
+_last_root: torch.Tensor | None = None
 _originals: dict[str, Any] = {}
 
 
@@ -49,6 +51,19 @@ def grad_now(*args, **kwargs) -> Any:
 def _inside_backward() -> bool:
     """Whether the engine calls us: from a hook, or from a custom Function's backward. True on its own threads, too."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _remember(roots: Any) -> None:
+    global _last_root
+    # A dispatch mode of the script's own would see the detach.
+    number = type(roots) is torch.Tensor and roots.numel() == 1 and dispatch._len_torch_dispatch_stack() == 0
+    _last_root = roots.detach() if number else None
+
+
+def last_loss() -> torch.Tensor | None:
+    """The number that the last outermost backward began with, cut off the graph, if that was one number: what a step
+    returns that all ranks skip without calling the closure which it was given."""
+    return _last_root
 
 
 def _watching() -> bool:
@@ -129,6 +144,7 @@ def unwatch() -> None:
 
 def _around(around: list[Observer], run, tensors, grad_tensors, options: dict) -> Any:
     if not around:
+        _remember(tensors)
         return run(tensors, grad_tensors, **options)
 
     def inner(tensors, grad_tensors, options):

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from sdcrun.shim import gate
 from sdcrun.shim.guard import RUN, SKIP
+from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.state import replaying
 
 _originals: dict[str, object] = {}
@@ -73,7 +74,8 @@ def install(runtime) -> None:
             else:
                 kwargs = {**kwargs, "closure": closure}
         if (decision or decide(optimizer)) == SKIP:
-            return loss
+            # A script that hands over a closure expects its loss, also where it has called backward before (SAM).
+            return autograd.last_loss() if loss is None and callable(closure) else loss
         clocks = clocks_of(optimizer) or ()
         for clock in clocks:
             clock.begin()
