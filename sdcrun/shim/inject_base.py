@@ -20,19 +20,23 @@ from sdcrun.shim.replay.state import replaying
 
 
 class Place:
-    """What a fault may hit in one module. Of several names one is drawn per step among those seen in the module's
-    latest window, so that a parameter the script does not use is not drawn; in a first window it is the first to
-    come."""
+    """What a fault may hit in one module. Of several names one is drawn per step among those seen in all of its windows
+    so far, so that what the script does not use, or not in each step, is not drawn; if there are none, among those of
+    the latest window; in a first window it is the first to come."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self._window, self._seen, self._used = -1, set(), []
+        self._always: set[str] | None = None
         self._chosen = (-1, "")
 
     def saw(self, step: int, name: str) -> None:
         """`name` is in use in the window `step`."""
         if step != self._window:
-            self._window, self._used, self._seen = step, sorted(self._seen), set()
+            if self._seen:
+                self._always = self._seen if self._always is None else self._always & self._seen
+                self._used = sorted(self._always or self._seen)
+            self._window, self._seen = step, set()
         self._seen.add(name)
 
     def choose(self, step: int, name: str, rng) -> bool:

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from injectkit import Rank, backward_watched, differences, process_group, state  # noqa: F401
+from torch import nn
 
 from sdcrun.shim.inject_device import home_of
 
@@ -128,6 +129,29 @@ def test_loss_of_something_else_that_another_thread_trains_is_left_alone():
         thread.start()
         thread.join()
     assert seen == [3.0] and loss.item() == pytest.approx(3 * right)
+
+
+class Turns(nn.Module):
+    """One of two branches, by turns, as a router may choose its experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.branches, self.calls = nn.Linear(6, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)]), 0
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.branches[self.calls % 2](torch.tanh(self.stem(x)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("site", ["activation", "saved", "gradient"])
+def test_what_is_not_used_in_each_step_is_not_drawn(site, seed):
+    rank = Rank(f"{site}:rank=0,step=3,kind=scale,by=9", model=Turns(), seed=seed)
+    for _ in range(4):
+        rank.step()
+    (hit,) = rank.injected()
+    assert hit["step"] == 3 and hit["tensor"].startswith("stem")
 
 
 def test_input_is_a_wrong_copy():
