@@ -16,6 +16,7 @@ import torch
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
 from sdcrun.shim.replay import modulestate
 from sdcrun.shim.replay.case import Case, Token
+from sdcrun.shim.replay.castcache import CastCache
 from sdcrun.shim.replay.collect import GradientTable, weights_digests
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
@@ -48,8 +49,7 @@ class Recorder:
         self.backwards = 0
         self.weights: dict[str, list[int]] | None = None
         self.local: dict[str, Local] = {}
-        self._epoch = 0
-        self._sentinel: tuple | None = None
+        self._casts = CastCache()
         self._watches: dict[int, HookWatch] = {}
         self._outputs: list[tuple[Ref, torch.Tensor, int, Any, int]] = []
         self._hooks: list = []
@@ -88,7 +88,7 @@ class Recorder:
                 if id(call) in before._versions:
                     self._versions[id(call)] = before._versions[id(call)]
         self.local.update(before.local)
-        self._epoch = before._epoch + 1
+        self._casts.epoch = before._casts.epoch + 1
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -106,8 +106,7 @@ class Recorder:
         module = guard.module
         call = Call(guard=place, random=Random.now().shipped(), autocast=Autocast.now(), grad_mode=True)
         token = Token(call)
-        self._count_caches(module)
-        call.epoch = self._epoch
+        call.epoch = self._casts.look(module)
         try:
             call.blob, call.uses = self._inputs((inputs, kwargs), token)
         except Exception as error:
@@ -154,22 +153,6 @@ class Recorder:
         ref = known if known is not None and known[0] == "x" else self.tape.by_value(tensor)
         call.uses.append(ref)
         return ref
-
-    def _count_caches(self, module: torch.nn.Module) -> None:
-        """Whether autocast has emptied its cache of casts since the last call: two uses of one cast add their gradients
-        in half precision, two casts in single. A sentinel's cast is the same node iff the cache was kept."""
-        modes = Autocast.now()
-        if not modes.on or not modes.cache:
-            self._sentinel = None
-            return
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        with torch.enable_grad():
-            leaf = self._sentinel[0] if self._sentinel else torch.ones(1, 1, device=device, requires_grad=True)
-            product = torch.mm(leaf, leaf)
-        cast = product.grad_fn.next_functions[0][0]
-        if self._sentinel is not None and self._sentinel[1] != cast._sequence_nr():
-            self._epoch += 1
-        self._sentinel = (leaf, cast._sequence_nr(), product)
 
     def after_forward(self, token: Token, output: Any) -> None:
         """The module has returned `output`."""
@@ -425,7 +408,7 @@ class Recorder:
         self._outputs.clear()
         self._versions.clear()
         self._linked.clear()
-        self._sentinel = None
+        self._casts = CastCache()
         self.local.clear()
         self.tape.clear()
         return ended
