@@ -25,6 +25,7 @@ import torch
 from sdcrun.shim.inject_aim import farthest
 from sdcrun.shim.inject_base import Fault, Faults
 from sdcrun.shim.inject_hooks import (
+    ModuleHook,
     Saving,
     first_tensor,
     marked,
@@ -116,7 +117,7 @@ class Injector(Faults):
 
     def _kept(self, hook):
         """A module hook that the compiler does not look into and that also runs in replays."""
-        return torch._disable_dynamo(keep_in_replay(hook))
+        return keep_in_replay(ModuleHook(hook))
 
     def _activation_hook(self, fault: Fault, reference, name: str):
         def hook(module, inputs, output):
@@ -335,7 +336,7 @@ class Injector(Faults):
             wrong = self._wrong_copy(fault, guard, tensor, name, step)
             return None if wrong is None else with_path((args, kwargs), path, replaced(tensor, wrong))
 
-        return torch._disable_dynamo(hook)
+        return ModuleHook(hook)
 
     # -- checkpoint ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -33,6 +34,21 @@ def replaced(tensor: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad and torch.is_grad_enabled():
         return Replace.apply(tensor, [wrong])
     return wrong
+
+
+class ModuleHook:
+    """A hook on a module that the compiler does not look into. Scripts copy and pickle their modules: in the copy it
+    does nothing, and whoever loads it needs nothing of ours."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def marked(parameter: torch.Tensor) -> list[int]:

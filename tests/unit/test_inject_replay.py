@@ -1,6 +1,8 @@
 """Injected faults and the replay: what the audit sees, and where the device has the fault again."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -91,3 +93,15 @@ def test_activation_checkpointing(site, reentrant):
         rank.step()
     assert rank.injected() and {e["step"] for e in rank.injected()} == {1}
     assert len({(e["tensor"], e["index"]) for e in rank.injected()}) == 1
+
+
+@pytest.mark.parametrize("site", ["activation", "saved", "gradient", "input"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_modules_with_faults_can_be_copied_and_saved_whole_and_copies_are_healthy(site, copied):
+    rank = Rank(f"{site}:rank=0,step=0,kind=scale,by=9")
+    assert b"sdcrun" not in pickle.dumps((rank.model, rank.ddp._forward_pre_hooks))
+    twin = copied(rank.ddp.module)
+    rank.injector.forward_begins(rank.guard, 0)
+    rank.guard.window_open = True
+    twin(torch.randn(5, 6)).square().mean().backward()
+    assert not rank.injected() and twin.first.weight.grad is not None
