@@ -98,10 +98,10 @@ def figure(name: str, ranks: int, pairs: int, folder: Path) -> dict:
 
 
 def run(full: bool = False) -> dict:
-    """The bench's figures. Short: the GPT in both sizes on 3 ranks, two pairs of runs."""
-    plan = [("gpt small", 3, 2), ("gpt medium", 3, 2), ("gpt medium, 4 x batch", 3, 2)]
+    """The bench's figures. Short: the GPT in both sizes on 3 ranks, four pairs of runs."""
+    plan = [("gpt small", 3, 4), ("gpt medium", 3, 4), ("gpt medium, 4 x batch", 3, 4)]
     if full:
-        plan = [(name, ranks, 3) for name in SCRIPTS for ranks in (3, 4)]
+        plan = [(name, ranks, 4) for name in SCRIPTS for ranks in (3, 4)]
     with tempfile.TemporaryDirectory(prefix="sdcrun-bench-") as folder:
         figures = [figure(name, ranks, pairs, Path(folder)) for name, ranks, pairs in plan]
     return {"bench": "steps", "figures": figures}
