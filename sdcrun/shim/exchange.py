@@ -134,7 +134,9 @@ class Exchange:
                 # Whoever calls now is for later.
                 poll.unregister(door)
                 door = None
-            ready = poll.poll(max(0.0, 1e3 * (end - time.monotonic())))
+            left = end - time.monotonic()
+            # Strangers at the door, or a peer that sends byte by byte, do not extend the limit.
+            ready = poll.poll(1e3 * left) if left > 0 else []
             if not ready:
                 waiting = sorted(expected | {one.peer for one in watched.values() if isinstance(one, _Receiving)})
                 raise ExchangeFailed(f"no answer within {limit:.0f} s from ranks {waiting[:8]} of the group")

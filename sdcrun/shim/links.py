@@ -89,7 +89,10 @@ class Links:
             connection = self.answered(peer, purpose)
             if connection is not None:
                 return connection
-            self.listener.settimeout(max(0.01, end - time.monotonic()))
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"rank {peer} of the group did not call in time")
+            self.listener.settimeout(left)
             self.let_in()
 
     def let_in(self) -> None:

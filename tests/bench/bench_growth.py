@@ -10,7 +10,6 @@ grow with parameters and tensors is in bench_fingerprint.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from bench_steps import main
 
 HERE = Path(__file__).parent
 EVERY, STEPS = 2, 24
@@ -71,17 +72,5 @@ def run(full: bool = False) -> dict:
         return {"bench": "growth", "figures": [figure(*one, Path(folder)) for one in plan]}
 
 
-def main() -> None:
-    """Prints the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    text = json.dumps(run(options.full), indent=1)
-    if options.json:
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
-    print(text)
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

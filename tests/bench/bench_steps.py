@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -107,9 +108,9 @@ def run(full: bool = False) -> dict:
     return {"bench": "steps", "figures": figures}
 
 
-def main() -> None:
-    """Prints the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(run: Callable[[bool], dict], description: str) -> None:
+    """The command line of a bench: prints the figures of `run` as JSON."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
@@ -120,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from sdcrun.shim import links as links_module
+from sdcrun.shim.exchange import Exchange, ExchangeFailed
 from sdcrun.shim.links import Links, own_address
 from sdcrun.shim.transport import BallotFailed, Tree
 
@@ -122,6 +123,18 @@ def test_one_ballot_that_failed_is_the_last(pair):
     for tree in trees * 2:
         with pytest.raises(BallotFailed):
             tree.max([0] * 8)
+
+
+def test_strangers_who_keep_knocking_extend_no_wait(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    links = Links(0)
+    # Whoever is let in, there is always another one at the door.
+    monkeypatch.setattr(links, "let_in", lambda: time.sleep(0.01))
+    with socket.create_connection(links.door[:2]):
+        with pytest.raises(TimeoutError):
+            links.answer(1, 7, time.monotonic() + 0.5)
+        with pytest.raises(ExchangeFailed, match=r"from ranks \[1\]"):
+            Exchange(links, 2, 0.5).swap({}, [1], 1)
 
 
 DEAF = """
