@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sdcrun.shim.checks.opinion import Parcel
+from sdcrun.shim.microbatch import Random
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.record import Recorder
 from sdcrun.shim.replay.run import replay
@@ -65,7 +66,7 @@ class Solo:
 
     def __call__(self, *inputs, which=0, **kwargs):
         guard = self.guards[which]
-        token = self.recorder.before_forward(guard, inputs, kwargs)
+        token = self.recorder.before_forward(guard, inputs, kwargs, Random.now())
         output = guard.module(*inputs, **kwargs)
         if token is not None:
             self.recorder.after_forward(token, output)

@@ -9,6 +9,7 @@ import torch
 from injectkit import Net, Rank, backward_watched, process_group, state  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
+from sdcrun.shim.microbatch import Random
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.record import Recorder
 from sdcrun.shim.replay.run import replay
@@ -21,7 +22,7 @@ def recorded(rank):
     autograd.observers.append(recorder)
     rank.guard.window_open = True
     batch = torch.randn(5, 6)
-    token = recorder.before_forward(rank.guard, (batch,), {})
+    token = recorder.before_forward(rank.guard, (batch,), {}, Random.now())
     output = rank.model(batch)
     recorder.after_forward(token, output)
     recorder.left_ddp(token, output)

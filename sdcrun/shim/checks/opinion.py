@@ -55,6 +55,8 @@ def digest(table: Table, excluded: Collection[str]) -> str:
 
 def differing_names(first: Table, second: Table, excluded: Collection[str]) -> list[str]:
     """Names whose fingerprints differ, or that only one side has, in the order of the first table."""
+    if first == second:
+        return []
     names = [name for name in (*first, *(n for n in second if n not in first)) if name not in excluded]
     return [name for name in names if first.get(name) != second.get(name)]
 
@@ -80,13 +82,14 @@ def compare(
         )  # fmt: skip
     names = differing_names(parcel.expected, result.table, excluded)
     values = [name for name in parcel.expected if is_value(name) and name not in excluded]
+    theirs = digest(parcel.expected, excluded)
     return Comparison(
         owner,
         replayer,
         role,
         agrees=not names,
-        digest_owner=digest(parcel.expected, excluded),
-        digest_replayer=digest(result.table, excluded),
+        digest_owner=theirs,
+        digest_replayer=digest(result.table, excluded) if names else theirs,
         loss_agrees=not any(name in names for name in values) if values else None,
         differing=tuple(
             _difference(name, order, parcel, result, naming) for order, name in _forward(names, parcel)[:MAX_DIFFERING]

@@ -25,7 +25,7 @@ from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.checks.rounds import Rounds
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.patches import autograd
-from sdcrun.shim.replay.collect import weights_digests
+from sdcrun.shim.replay.collect import weights_digests, weights_rows
 from sdcrun.shim.replay.determinism import StrictKernels
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.local import Local
@@ -131,10 +131,11 @@ class Auditor:
         if guard not in self.guards:
             self.guards.append(guard)
         self._local[guard.name] = Local.of(guard.module)
-        token = None
+        token, held = None, self.last.begin(guard, inputs, kwargs)
         if self.recorder is not None and not self.recorder.done:
-            token = self._recording(self.recorder.before_forward, guard, inputs, kwargs)
-        return token, self.last.begin(guard, inputs, kwargs)
+            random = held.random if held is not None else Random.now()
+            token = self._recording(self.recorder.before_forward, guard, inputs, kwargs, random)
+        return token, held
 
     def _recording(self, part, *args: Any) -> Any:
         """Trouble while recording costs this window's audit, nothing else."""
@@ -333,7 +334,7 @@ class Auditor:
     def _weights(self) -> dict[str, list[int]]:
         """Digests of this rank's weights: replicas that differ cannot compute equal bits."""
         known = self.recorder.weights if self.recorder is not None and self.recorder.guards == self.guards else None
-        return known or weights_digests(self.guards)
+        return known or weights_digests(self.guards, weights_rows(self.guards))
 
     def _cause(self, step: int) -> str:
         if not self._auditing:

@@ -35,11 +35,12 @@ class Table:
         self.metas = [fingerprint.metadata(tensor) for tensor in self.tensors]
         self.structure = hashlib.sha256(repr((self.names, self.metas)).encode()).digest()
         self.rows = torch.zeros(0, 2, dtype=torch.int64)
+        self._encoded = fingerprint.encode_metas(self.metas)
 
     def read(self) -> tuple[int, int]:
         """Takes the fingerprints anew; returns the combined digest."""
         self.rows = fingerprint.fingerprints(self.tensors)
-        return fingerprint.digest(self.rows, self.metas)
+        return fingerprint.digest(self.rows, self._encoded)
 
     def pack(self) -> bytes:
         """Structure (32 bytes) and rows as little-endian int64."""

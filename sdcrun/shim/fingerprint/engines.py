@@ -16,11 +16,14 @@ from sdcrun.shim.fingerprint.quiet import quiet
 
 
 class Engine(Protocol):
-    """What fingerprints tensors on one device. Used inside `quiet()`."""
+    """What fingerprints tensors on one device. Used inside `quiet()`. `judged`: dtypes whose elements it can judge
+    while it reads them; one with such dtypes has `finite`, whether all of them were finite."""
+
+    judged: frozenset[torch.dtype]
 
     def add(self, spans: list[Span], slots: list[int], first: int = 0) -> None:
         """Read tensors now (on CUDA: in the order of the current stream); they add to the rows `slots`. `first`: the
-        number of their first chunk; other than 0 on the CPU alone."""
+        number of their first chunk; other than 0 on the CPU alone. One that judges has another argument, `judge`."""
 
     def add_to(self, result: Tensor) -> None:
         """Add the fingerprints to the rows of `result`, int64 [n, 2] on the device."""

@@ -12,14 +12,15 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Span(NamedTuple):
-    """`nbytes` bytes from byte `offset` of `storage` on `device`; `address` is that of the first byte; `copied` if the
-    storage is not the tensor's own."""
+    """`nbytes` bytes from byte `offset` of `storage` on `device`, elements of `dtype`; `address` is that of the first
+    byte; `copied` if the storage is not the tensor's own."""
 
     storage: torch.UntypedStorage
     offset: int
     nbytes: int
     address: int
     device: torch.device
+    dtype: torch.dtype
     copied: bool
 
 
@@ -57,7 +58,7 @@ def span(tensor: Tensor) -> Span:
     offset = tensor.storage_offset() * itemsize
     if offset + nbytes > storage.nbytes():
         raise ValueError(f"the storage of a tensor of shape {tuple(tensor.shape)} was freed or is too small")
-    return Span(storage, offset, nbytes, address, tensor.device, copied)
+    return Span(storage, offset, nbytes, address, tensor.device, tensor.dtype, copied)
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

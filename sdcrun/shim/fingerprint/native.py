@@ -28,9 +28,13 @@ def _load() -> ctypes.CDLL:
 
 
 _fp1 = _load().sdcrun_fp1
-_fp1.restype = None
+_fp1.restype = ctypes.c_int
 _fp1.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
 _weights = torch_ops.table(torch.device("cpu")).to(torch.int32)
+
+
+# By dtype: its place in the library's table of exponents.
+_EXPONENTS = {torch.float32: 1, torch.complex64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 class Sums:
@@ -39,22 +43,30 @@ class Sums:
     A tensor's bytes are read when `add` is called: it may be freed or overwritten right after.
     """
 
+    judged = frozenset(_EXPONENTS)
+
     def __init__(self, device: torch.device) -> None:
+        self.finite = True
         self._slots: list[int] = []
         self._rows = array("q")
 
-    def add(self, spans: list[Span], slots: list[int], first: int = 0) -> None:
+    def add(self, spans: list[Span], slots: list[int], first: int = 0, judge: bool = False) -> None:
         """Read tensors; `slots` are the rows of the result that they add to; `first`: the number of their first chunk,
-        where they are parts of something longer."""
+        where they are parts of something longer. `judge`: `finite` says whether those of dtypes in `judged` are."""
+        exponents = _EXPONENTS if judge else {}
         table = array("q")
         for row, s in enumerate(spans, len(self._slots)):
-            table.extend((s.address, s.nbytes, row, first))
+            table.extend((s.address, s.nbytes, row, first, exponents.get(s.dtype, 0)))
         self._slots += slots
         self._rows.frombytes(bytes(16 * len(spans)))
-        _fp1(table.buffer_info()[0], len(spans), _weights.data_ptr(), self._rows.buffer_info()[0])
+        if _fp1(table.buffer_info()[0], len(spans), _weights.data_ptr(), self._rows.buffer_info()[0]):
+            self.finite = False
 
     def add_to(self, result: Tensor) -> None:
         """Add the fingerprints to the rows of `result`, int64 [n, 2] on the CPU."""
         if self._slots:
             rows = torch.frombuffer(self._rows, dtype=torch.int64).view(-1, 2)
-            result.index_add_(0, torch.tensor(self._slots, device="cpu"), rows)
+            if self._slots == list(range(len(result))):
+                result += rows
+            else:
+                result.index_add_(0, torch.tensor(self._slots, device="cpu"), rows)

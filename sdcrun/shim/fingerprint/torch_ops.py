@@ -125,6 +125,8 @@ class Sums:
     A tensor's bytes are read when `add` is called: it may be freed or overwritten right after.
     """
 
+    judged: frozenset[torch.dtype] = frozenset()
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._scratch: Scratch | None = None

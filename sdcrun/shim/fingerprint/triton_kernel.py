@@ -160,6 +160,8 @@ def _table_on(device: torch.device, spans: list[Span], rows: list[int]) -> Tenso
 class Sums:
     """Fingerprints of tensors on one device, as `torch_ops.Sums`, with launches in the order of the current stream."""
 
+    judged: frozenset[torch.dtype] = frozenset()
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._result = torch.zeros(_ROWS, 2, dtype=torch.int64, device=device)

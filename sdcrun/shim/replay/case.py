@@ -22,7 +22,7 @@ class Token:
 
 class Case:
     """A recorded backward: its program, and what its owner computed (`expected`: name -> fingerprint). `losses` are the
-    roots as numbers; `finite`: those and all gradients were; `weights`: digests of the weights right after it;
+    roots as numbers; `finite`: those and all gradients were; `weights`: fingerprints of the weights right after it;
     `uncovered`: modules that got gradients though their forward was not recorded."""
 
     def __init__(self, program: Program, losses: list[float]) -> None:
@@ -31,5 +31,5 @@ class Case:
         self.finite = True
         self.expected: dict[str, tuple[int, int]] = {}
         self.details: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.weights: dict[str, list[int]] = {}
+        self.weights = torch.zeros(0, 2, dtype=torch.int64, device="cpu")
         self.uncovered: list[str] = []

@@ -17,7 +17,7 @@ from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
 from sdcrun.shim.replay import modulestate
 from sdcrun.shim.replay.case import Case, Token
 from sdcrun.shim.replay.castcache import CastCache
-from sdcrun.shim.replay.collect import GradientTable, weights_digests
+from sdcrun.shim.replay.collect import GradientTable, weights_digests, weights_rows
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
@@ -48,6 +48,7 @@ class Recorder:
         self.done = False
         self.backwards = 0
         self.weights: dict[str, list[int]] | None = None
+        self._rows: torch.Tensor | None = None
         self.local: dict[str, Local] = {}
         self._casts = CastCache()
         self._watches: dict[int, HookWatch] = {}
@@ -92,8 +93,8 @@ class Recorder:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def before_forward(self, guard: Any, inputs: tuple, kwargs: dict) -> Token | None:
-        """The forward of a guard's module begins with these arguments."""
+    def before_forward(self, guard: Any, inputs: tuple, kwargs: dict, random: Random) -> Token | None:
+        """The forward of a guard's module begins with these arguments and random states."""
         if self.done:
             return None
         if guard not in self.guards:
@@ -104,7 +105,7 @@ class Recorder:
         self.tape.forget_values()
         self._in_forward = True
         module = guard.module
-        call = Call(guard=place, random=Random.now().shipped(), autocast=Autocast.now(), grad_mode=True)
+        call = Call(guard=place, random=random.shipped(), autocast=Autocast.now(), grad_mode=True)
         token = Token(call)
         call.epoch = self._casts.look(module)
         try:
@@ -341,7 +342,7 @@ class Recorder:
                     case.details[name] = table.details[name]
             case.finite = table.finite() and all(math.isfinite(loss) for loss in case.losses)
             # Each time: a window may end before the backward that was picked.
-            case.weights = weights_digests(self.guards)
+            case.weights = weights_rows(self.guards)
             self.case, self.declined = case, None
         if self.backwards > self.pick and not self.onwards:
             self.finish()
@@ -356,7 +357,9 @@ class Recorder:
         if picked is not None and picked.program.externals:
             return None
         # Not by versions: a script may perturb the weights and put them back, as SAM does.
-        self.weights = weights_digests(self.guards) if picked is not None or self._earlier else None
+        if picked is not None or self._earlier:
+            self._rows = weights_rows(self.guards)
+            self.weights = weights_digests(self.guards, self._rows)
         for case in [*self._earlier, picked][::-1]:
             self.case = case
             reasons.append(self._pack())
@@ -370,7 +373,7 @@ class Recorder:
             hard = self.tape.hard[0] if self.tape.hard else None
             return self.declined or self._backward_inside or hard or "no backward of a guarded forward was seen"
         program = self.case.program
-        if self.weights != self.case.weights:
+        if not torch.equal(self._rows, self.case.weights):
             return "the weights were changed between the recorded backward and the update"
         program.window = max(self.backwards, 1)
         used = {ref for entry in program.entries for ref in entry.uses if ref[0] == "x"}

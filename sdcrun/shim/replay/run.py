@@ -8,6 +8,7 @@ reducer never learns of it. Random states, autocast, attributes, hooks and modes
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,8 @@ class _Run:
         guard = self.guards[place]
         module = guard.module
         aliases: dict[int, torch.nn.Parameter] = {}
+        trained: list[torch.nn.Parameter] = []
+        freeing = OrderedDict({"sdcrun": _free})
         shadows, copies = {}, {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if id(parameter) not in aliases:
@@ -126,13 +129,15 @@ class _Run:
                 vars(alias).update(vars(parameter))
                 aliases[id(parameter)] = alias
                 if alias.requires_grad:
-                    alias.register_post_accumulate_grad_hook(_free)
+                    trained.append(parameter)
+                    # What register_post_accumulate_grad_hook() does, with one dict for all.
+                    alias._post_accumulate_grad_hooks = freeing
             shadows[name] = aliases[id(parameter)]
         for name, buffer in module.named_buffers(remove_duplicate=False):
             copies.setdefault(id(buffer), buffer.detach().clone())
             self.buffers.setdefault(place, {})[name] = copies[id(buffer)]
         self.shadows[place] = shadows
-        stack.enter_context(_without_gradients(module))
+        stack.enter_context(_without_gradients(trained))
         stack.enter_context(modulestate.preserved(module))
         modulestate.silence_loggers(module)
         stack.enter_context(_reparametrize_module(module, {**shadows, **self.buffers.get(place, {})}))
@@ -273,9 +278,8 @@ def _overriding(totals: list[tuple[int, torch.Tensor]]):
 
 
 @contextlib.contextmanager
-def _without_gradients(module: torch.nn.Module):
+def _without_gradients(parameters: list[torch.nn.Parameter]):
     """A module that keeps references to its parameters elsewhere must not reach the real ones in a replay."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:
