@@ -1,4 +1,4 @@
-"""Whether what was fingerprinted was finite: told by the same reading where the engine can, by extremes where it cannot."""
+"""Whether what was fingerprinted was finite: told by the same reading where the engine can, elsewhere by extremes."""
 
 import pytest
 import torch

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from replaykit import Solo
+from replaykit import Solo, guard_of
 from torch import nn
 
+from sdcrun.shim.checks.lastbatch import HOLD_BATCHES
 from sdcrun.shim.checks.replay import Auditor
 from sdcrun.shim.patches import autograd
 
@@ -53,6 +54,16 @@ def test_an_interval_of_whole_epochs_does_not_hide_places_behind_the_short_windo
 
 def test_one_long_window_is_forgotten(auditor):
     assert max(picks(auditor, [50] + [2] * 400, 1, 300)[60:]) == 1
+
+
+def test_forwards_beyond_those_that_are_held_for_triage_are_recorded_as_well(auditor):
+    guard = guard_of(nn.Linear(4, 2))
+    auditor.window_opens(0, audit=True)
+    for _ in range(HOLD_BATCHES + 2):
+        token = auditor.before_forward(guard, (torch.ones(3, 4),), {})
+        auditor.after_forward(guard, token, guard.module(torch.ones(3, 4)))
+    assert len(auditor.last.held) == HOLD_BATCHES and not auditor.last.whole
+    assert len(auditor.recorder.tape.entries) == HOLD_BATCHES + 2
 
 
 def test_a_pass_at_perturbed_weights_makes_room_for_the_one_before_it():

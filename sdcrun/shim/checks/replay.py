@@ -24,6 +24,7 @@ from sdcrun.shim.checks.nonfinite import sum_is_finite
 from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.checks.rounds import Rounds
 from sdcrun.shim.exchange import ExchangeFailed
+from sdcrun.shim.microbatch import Random
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay.collect import weights_digests, weights_rows
 from sdcrun.shim.replay.determinism import StrictKernels

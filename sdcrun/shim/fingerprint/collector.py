@@ -98,8 +98,8 @@ class Collector:
 
     def _judge(self, tensor: Tensor, s: Span) -> None:
         if s.dtype not in self._engine(s.device).judged and tensor.numel():
-            tensor = tensor.detach()
-            self._extremes += torch.aminmax(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            self._extremes += torch.aminmax(real.detach())
 
     def _read(self, waiting: dict[torch.device, tuple[list[Span], list[int]]], judge: bool) -> None:
         for device, (spans, slots) in waiting.items():
