@@ -70,6 +70,31 @@ def test_a_gradient_changed_in_place_is_said():
     assert table.altered == ["p"]
 
 
+def test_order_and_numbers_of_gradients_read_at_once_and_late():
+    """Small, large and sparse ones, some of them twice, appear in the order in which autograd made them."""
+    small, large = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(SMALL_BYTES // 4 + 1))
+    sparse = nn.Embedding(5, 2, sparse=True)
+    order = []
+    parameters = {"small": small, "large": large, "sparse": sparse.weight}
+    for name, parameter in parameters.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    table = GradientTable()
+    for name, parameter in parameters.items():
+        table.watch(name, parameter)
+    for _ in range(2):
+        (small * 2).sum().backward()
+        sparse(torch.tensor([1, 1, 3])).sum().backward()
+        (large * 3).sum().backward()
+    pairs = table.take()
+    assert order == ["small", "sparse", "large"] * 2
+    assert list(pairs) == list(table.details) == [*order[:3], *(f"{name}#1" for name in order[:3])]
+    whole = torch.zeros(5, 2)
+    whole[1], whole[3] = 2.0, 1.0
+    right = fingerprints([torch.full((3,), 2.0), whole, torch.full_like(large, 3.0)]).tolist()
+    assert [list(pair) for pair in pairs.values()] == right * 2
+    assert table.details["sparse#1"] == ("float32", (5, 2)) and table.finite() and not table.altered
+
+
 def test_a_hook_behind_the_table_that_changes_in_place():
     parameter = nn.Parameter(torch.ones(3))
     parameter.register_hook(lambda gradient: gradient.mul_(10))

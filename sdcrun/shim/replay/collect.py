@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -44,64 +44,90 @@ class GradientTable:
         self._keep = frozenset(keep)
         self._collector = Collector()
         self._rows: list[str] = []
-        self._held: list[tuple[str, torch.Tensor, int]] = []
+        # (name, gradient, its version); in the place of one that was read at once, its numbered name and None.
+        self._held: list[tuple[str, torch.Tensor | None, int]] = []
         self._held_bytes = 0
+        self._at_once: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._seen: dict[str, int] = {}
         self._watched: list[tuple[torch.nn.Parameter, tuple, bool]] = []
         self._lock = threading.Lock()
 
     def watch(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Hooks a parameter, in front of whatever hooks it has but those that put a fault in."""
-        # What register_hook() does for a leaf, at a third of the price.
         hooks, key = parameter._backward_hooks, (self, name)
-        if hooks is None:
-            parameter._backward_hooks = OrderedDict({key: functools.partial(self._see, name, True)})
-        elif not hooks:
-            hooks[key] = functools.partial(self._see, name, True)
-        else:
+        if hooks:
             # C++ walks the dict's own order and does not notice move_to_end().
             others = list(hooks.items())
             hooks.clear()
             hooks.update(item for item in others if puts_fault(item[1]))
             # A hook behind ours might change the gradient in place: such a gradient is read at once.
-            hooks[key] = functools.partial(self._see, name, False)
+            hooks[key] = functools.partial(self._read, name)
             hooks.update(item for item in others if not puts_fault(item[1]))
+        else:
+            small = parameter.device.type == "cpu" and parameter.nbytes <= SMALL_BYTES and name not in self._keep
+            hook = self._holding(name, parameter.nbytes) if small else functools.partial(self._read, name)
+            # What register_hook() does for a leaf, at a third of the price.
+            if hooks is None:
+                parameter._backward_hooks = OrderedDict({key: hook})
+            else:
+                hooks[key] = hook
         self._watched.append((parameter, key, hooks is None))
 
-    def _see(self, name: str, alone: bool, gradient: torch.Tensor) -> None:
+    def _holding(self, name: str, nbytes: int) -> Callable[[torch.Tensor], None]:
+        held = self._held
+
+        def hold(gradient: torch.Tensor) -> None:
+            # Of other kinds the version does not tell every change.
+            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+                self._read(name, gradient)
+                return
+            held.append((name, gradient, gradient._version))
+            self._held_bytes += nbytes
+            if self._held_bytes > HELD_BYTES:
+                with self._lock:
+                    self._read_held()
+
+        return hold
+
+    def _read(self, name: str, gradient: torch.Tensor) -> None:
         # Gradients of several devices come from several threads.
         with self._lock:
-            count = self._seen.get(name, 0)
-            self._seen[name] = count + 1
-            if count:
-                name = f"{name}#{count}"
-            if alone and _is_small(gradient) and name not in self._keep:
-                self.details[name] = _detail(gradient)
-                self._held.append((name, gradient, gradient._version))
-                self._held_bytes += gradient.nbytes
-                if self._held_bytes > HELD_BYTES:
-                    self._read_held()
-                return
+            name = self._numbered(name)
             gradient = dense(gradient)
-            self.details[name] = _detail(gradient)
+            self._at_once[name] = _detail(gradient)
+            self._held.append((name, None, 0))
             self._rows.append(name)
             self._collector.add(gradient, judge=True)
         if name in self._keep:
             self.kept[name] = gradient.clone()
 
+    def _numbered(self, name: str) -> str:
+        count = self._seen.get(name, 0)
+        self._seen[name] = count + 1
+        return f"{name}#{count}" if count else name
+
     def values(self, prefix: str, tensors: Iterable[torch.Tensor]) -> None:
         """Reads plain values (losses, outputs) as "prefix", "prefix1", ... of `others`."""
         with self._lock:
-            for name, tensor in zip(_numbered(prefix), tensors):
+            for name, tensor in zip(_numbers(prefix), tensors):
                 self._rows.append(name)
                 self._collector.add(dense(tensor))
 
     def _read_held(self) -> None:
-        held, self._held, self._held_bytes = self._held, [], 0
-        gradients = [gradient.detach() for _, gradient, _ in held]
-        self._rows += [name for name, _, _ in held]
+        gradients = []
+        for name, gradient, version in self._held:
+            if gradient is None:
+                self.details[name] = self._at_once[name]
+                continue
+            name = self._numbered(name)
+            if gradient._version != version:
+                self.altered.append(name)
+            gradients.append(gradient)
+            self.details[name] = _detail(gradient)
+            self._rows.append(name)
+        self._held.clear()
+        self._held_bytes = 0
         self._collector.extend(gradients, judge=True)
-        self.altered += [name for name, gradient, version in held if gradient._version != version]
 
     def take(self) -> dict[str, Pair]:
         """Removes the hooks; name -> (S0, S1) fingerprint of each gradient, in the order in which they appeared."""
@@ -125,11 +151,6 @@ class GradientTable:
             if bare and not hooks:
                 parameter._backward_hooks = None
         self._watched.clear()
-
-
-def _is_small(gradient: torch.Tensor) -> bool:
-    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.device.type == "cpu"
-    return plain and gradient.nbytes <= SMALL_BYTES
 
 
 def _detail(gradient: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -169,10 +190,10 @@ def weights_digests(guards: list, rows: torch.Tensor) -> dict[str, list[int]]:
 def values_table(prefix: str, tensors: list[torch.Tensor]) -> dict[str, Pair]:
     """Fingerprints of plain values under "prefix", "prefix1", ..."""
     pairs = _pairs(fingerprints([dense(tensor) for tensor in tensors])) if tensors else []
-    return dict(zip(_numbered(prefix), pairs))
+    return dict(zip(_numbers(prefix), pairs))
 
 
-def _numbered(prefix: str) -> Iterator[str]:
+def _numbers(prefix: str) -> Iterator[str]:
     yield prefix
     for number in itertools.count(1):
         yield f"{prefix}{number}"
