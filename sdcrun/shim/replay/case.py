@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from sdcrun.shim.replay.program import Call, Program, Ref
+from sdcrun.shim.replay.scriptvalues import ScriptValues
 
 
 class Token:
     """What `before_forward` hands to `after_forward`. `linked`: the arguments pickled with references to what the
-    program computes instead of values, and those references; None where that is the same."""
+    program computes instead of values, and those references; None where that is the same. `script`: the script's
+    variables as the forward finds them."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call, script: ScriptValues) -> None:
+        self.call, self.script = call, script
         self.shown: list[torch.Tensor] = []
         self.collectives: list[int] = []
         self.linked: tuple[bytes, list[Ref]] | None = None

@@ -137,7 +137,7 @@ def assign(module: torch.nn.Module, values: dict[Key, Any]) -> None:
         elif isinstance(value, (dict, list, set)):
             # The micro-batch may be computed more than once.
             held[attribute] = _filled(current, copy.deepcopy(value))
-        elif _is_device(value) and _is_device(current):
+        elif is_device(value) and is_device(current):
             continue
         elif type(current) is not type(value) or current != value:
             held[attribute] = value
@@ -160,10 +160,10 @@ def _filled(current: Any, value: Any) -> Any:
         current.clear()
         current.update(value)
         return current
-    return current if _is_device(value) and _is_device(current) else value
+    return current if is_device(value) and is_device(current) else value
 
 
-def _is_device(value: Any) -> bool:
+def is_device(value: Any) -> bool:
     """A text like "cuda:1"."""
     return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
 

@@ -38,7 +38,7 @@ class Call(Entry):
     """Forward of the `guard`-th module of the group. `epoch` counts how often autocast's cache of casts was emptied
     before; `acting` are the places of hooks that take part (None: hooks run as they are); `compiled`: under dynamo;
     `strict_outs`: there must be as many outputs as `outs`, those left in attributes and shown to hooks included.
-    Buffers without a reference keep the replayer's values."""
+    Buffers without a reference keep the replayer's values. `moved`: variables of the script that have changed since."""
 
     guard: int = 0
     autocast: Autocast | None = None
@@ -49,6 +49,7 @@ class Call(Entry):
     acting: set | None = None
     compiled: bool = False
     strict_outs: bool = True
+    moved: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sdcrun.shim.microbatch import Autocast, Random, dumps, tensors_of
-from sdcrun.shim.replay import modulestate
+from sdcrun.shim.replay import modulestate, scriptstate
 from sdcrun.shim.replay.case import Case, Token
 from sdcrun.shim.replay.castcache import CastCache
 from sdcrun.shim.replay.collect import GradientTable, weights_digests, weights_rows
@@ -23,6 +23,7 @@ from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
 from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
+from sdcrun.shim.replay.scriptvalues import ScriptValues
 from sdcrun.shim.replay.tape import Tape, version_of
 
 
@@ -55,7 +56,7 @@ class Recorder:
         self._outputs: list[tuple[Ref, torch.Tensor, int, Any, int]] = []
         self._hooks: list = []
         self._compared: list[torch.Tensor] = []
-        self._versions: dict[int, list[int]] = {}
+        self._tokens: dict[int, Token] = {}
         # Calls with inputs that the script has cut off the graph: the same calls on what the program computes.
         self._linked: dict[int, Call] = {}
         self.tape = Tape()
@@ -86,8 +87,8 @@ class Recorder:
             if linked is not None and _made_from(linked, made):
                 self._linked[id(entry)] = linked
             for call in (entry, linked):
-                if id(call) in before._versions:
-                    self._versions[id(call)] = before._versions[id(call)]
+                if id(call) in before._tokens:
+                    self._tokens[id(call)] = before._tokens[id(call)]
         self.local.update(before.local)
         self._casts.epoch = before._casts.epoch + 1
 
@@ -106,7 +107,8 @@ class Recorder:
         self._in_forward = True
         module = guard.module
         call = Call(guard=place, random=random.shipped(), autocast=Autocast.now(), grad_mode=True)
-        token = Token(call)
+        local = self.local[guard.name] = Local.of(module)
+        token = Token(call, ScriptValues(scriptstate.reach([module], [local.forward])))
         call.epoch = self._casts.look(module)
         try:
             call.blob, call.uses = self._inputs((inputs, kwargs), token)
@@ -120,7 +122,6 @@ class Recorder:
                 call.held[key] = self._frozen(tensor, call)
         token.collectives = collective_counts()
         token.versions = [version_of(p) for p in module.parameters()]
-        local = self.local[guard.name] = Local.of(module)
         call.compiled = local.compiled
         if not call.compiled and not hasattr(module, "_orig_mod"):
             watch = self._watches.get(place)
@@ -171,13 +172,14 @@ class Recorder:
         )
         if changed:
             tape.hard.append(f"the forward changes {changed[0]}, which cannot be shipped")
-        self._versions[id(call)] = token.versions
+        self._tokens[id(call)] = token
         if [version_of(p) for p in module.parameters()] != token.versions:
             tape.hard.append("the forward changes its own parameters in place")
         outputs = tensors_of(output)
         call.outs = [tape.make(tensor) for tensor in outputs]
         for tensor in (*modulestate.by_products(module), *token.shown):
             call.outs.append(tape.make(tensor, weak=True))
+        token.shown.clear()
         for tensor, ref in zip(outputs, call.outs):
             if tensor.grad_fn is not None:
                 self._outputs.append((ref, tensor, version_of(tensor), tensor.grad_fn, tensor.output_nr))
@@ -185,7 +187,7 @@ class Recorder:
         if token.linked is not None:
             blob, computed = token.linked
             linked = replace(call, blob=blob, uses=[*computed, *call.uses[len(computed) :]])
-            self._linked[id(call)], self._versions[id(linked)] = linked, token.versions
+            self._linked[id(call)], self._tokens[id(linked)] = linked, token
 
     def left_ddp(self, token: Token, output: Any) -> None:
         """DDP has returned; its output may hold other tensors than the module's. From here on the script's own
@@ -302,7 +304,7 @@ class Recorder:
         for entry in entries:
             if isinstance(entry, Call):
                 now = [version_of(p) for p in self.guards[entry.guard].module.parameters()]
-                if now != self._versions[id(entry)]:
+                if now != self._tokens[id(entry)].versions:
                     return "the weights were changed between a forward and its backward"
         return None
 
@@ -376,6 +378,9 @@ class Recorder:
         if not torch.equal(self._rows, self.case.weights):
             return "the weights were changed between the recorded backward and the update"
         program.window = max(self.backwards, 1)
+        for entry in program.entries:
+            if isinstance(entry, Call):
+                entry.moved = self._tokens[id(entry)].script.moved()
         used = {ref for entry in program.entries for ref in entry.uses if ref[0] == "x"}
         backward = program.entries[-1]
         used.update(gradient for _, gradient in backward.given)
@@ -409,7 +414,7 @@ class Recorder:
         self.case = None
         self._earlier.clear()
         self._outputs.clear()
-        self._versions.clear()
+        self._tokens.clear()
         self._linked.clear()
         self._casts = CastCache()
         self.local.clear()

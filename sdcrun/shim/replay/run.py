@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
 from sdcrun.shim.patches import autograd
-from sdcrun.shim.replay import modulestate, scriptstate
+from sdcrun.shim.replay import modulestate, scriptstate, scriptvalues
 from sdcrun.shim.replay.collect import GradientTable, dense, values_table
 from sdcrun.shim.replay.collectives import NoCollectives
 from sdcrun.shim.replay.compiled import set_eval_frame
@@ -103,7 +103,10 @@ class _Run:
                 stack.enter_context(strict_kernels())
             stack.callback(self.table.drop)
             modules = [self.guards[place].module for place in self._places()]
-            stack.enter_context(scriptstate.preserved(modules, [local.forward for local in self.local.values()]))
+            self.reach = scriptstate.reach(modules, [local.forward for local in self.local.values()])
+            stack.enter_context(scriptstate.preserved(modules, self.reach))
+            moved = {address for entry in self.program.entries if isinstance(entry, Call) for address in entry.moved}
+            stack.enter_context(scriptvalues.restored(moved, self.reach))
             for place in self._places():
                 self._swap(stack, place)
             for entry in self.program.entries:
@@ -188,6 +191,7 @@ class _Run:
                 self._set_buffer(module, self.buffers.get(call.guard, {}).get(name), name, self._resolve(ref))
         local = self.local.get(self.guards[call.guard].name, Local())
         modulestate.assign(module, call.attributes)
+        scriptvalues.place(call.moved, self.reach)
         if local.forward is not None:
             vars(module)["forward"] = local.forward
         modulestate.assign(module, {key: self._resolve(ref) for key, ref in call.held.items()})

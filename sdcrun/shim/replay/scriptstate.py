@@ -26,6 +26,7 @@ LONGEST = 10_000  # items of a container; of a longer list only the length is no
 MOST = 100_000  # items of all containers outside the modules together
 LARGEST = 1 << 20  # bytes of a tensor or an array
 DEEPEST = 4
+KNOWN = 4
 
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)
@@ -33,9 +34,11 @@ _SEQUENCES = (list, set, bytearray, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sdcrun"}) - {"__main__"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-_MISSING = object()
+MISSING = object()
 
 Undo = Callable[[], None]
+# (module, name) of a global; (module, function, variable) of what a function has from around it.
+Address = tuple[str, ...]
 
 
 def _root(name: Any) -> str:
@@ -52,12 +55,17 @@ def _is_script(globals_: dict) -> bool:
 
 class Reach:
     """The places that `functions` and the methods of `classes` can reach: names in dicts of globals, cells, attributes
-    of classes, functions. A name that no code stores to is one only while something changeable bears it."""
+    of classes, functions. A name that no code stores to is one only while something changeable bears it.
+
+    `globals`, `free`: the places that hold neither code nor anything changeable, by addresses that hold in all ranks.
+    """
 
     def __init__(self, classes: Iterable[type], functions: Iterable[Any]) -> None:
         self.names: dict[tuple[int, str], dict] = {}
         self.cells: dict[int, types.CellType] = {}
         self.attributes: list[tuple[type, str]] = []
+        self.globals: dict[Address, dict] = {}
+        self.free: dict[Address, types.CellType] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self._classes: dict[int, type] = {}
         self._pending: list[types.FunctionType] = []
@@ -90,19 +98,29 @@ class Reach:
 
     def _look_into(self, function: types.FunctionType) -> None:
         self._function(getattr(function, "__wrapped__", None))
-        for cell in function.__closure__ or ():
-            self.cells[id(cell)] = cell
-            self._follow(_content(cell), None)
         around = function.__globals__
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            self.cells[id(cell)] = cell
+            self._free((str(around.get("__name__")), function.__qualname__, variable), cell)
+            self._follow(content(cell), None)
         if _root(around.get("__name__")) in _FOREIGN:
             return
+        named = vars(sys.modules.get(around.get("__name__"), types)) is around
         for code in _codes(function.__code__):
             stores = _STORE_GLOBAL in code.co_code[::2]
             for name in code.co_names:
-                value = around.get(name, _MISSING)
-                if stores or not (value is _MISSING or isinstance(value, (*_CODE, *_FIXED))):
+                value = around.get(name, MISSING)
+                if stores or not (value is MISSING or isinstance(value, (*_CODE, *_FIXED))):
                     self.names[id(around), name] = around
+                if named and (value is None or isinstance(value, _FIXED)):
+                    self.globals[around["__name__"], name] = around
                 self._follow(value, around)
+
+    def _free(self, address: Address, cell: types.CellType) -> None:
+        """Several functions made by one have the same address, and none of them then."""
+        known = self.free.setdefault(address, cell)
+        if known is not cell:
+            self.free[address] = types.CellType()
 
     def _follow(self, value: Any, around: dict | None) -> None:
         """Functions and classes of the same file (`around`: its globals) and of the script."""
@@ -117,7 +135,7 @@ class Reach:
     def note(self, notes: Notes) -> None:
         """Adds all of it, as it is now."""
         for (_, name), around in self.names.items():
-            notes.variable(around.get(name, _MISSING), around, name)
+            notes.variable(around.get(name, MISSING), around, name)
         for cell in self.cells.values():
             notes.cell(cell)
         for cls, name in self.attributes:
@@ -135,11 +153,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _content(cell: types.CellType) -> Any:
+def content(cell: types.CellType) -> Any:
+    """What a cell holds, or MISSING."""
     try:
         return cell.cell_contents
     except ValueError:
-        return _MISSING
+        return MISSING
 
 
 class Notes:
@@ -154,29 +173,29 @@ class Notes:
         """A global, which may be bound anew, deleted or made."""
 
         def put_back() -> None:
-            if value is _MISSING:
+            if value is MISSING:
                 around.pop(name, None)
-            elif around.get(name, _MISSING) is not value:
+            elif around.get(name, MISSING) is not value:
                 around[name] = value
 
         self._bound(value, put_back)
 
     def cell(self, cell: types.CellType) -> None:
         """A variable of an enclosing function."""
-        value = _content(cell)
+        value = content(cell)
 
         def put_back() -> None:
-            if value is not _MISSING and _content(cell) is not value:
+            if value is not MISSING and content(cell) is not value:
                 cell.cell_contents = value
 
         self._bound(value, put_back)
 
     def attribute(self, cls: type, name: str) -> None:
         """An attribute of a class."""
-        value = vars(cls).get(name, _MISSING)
+        value = vars(cls).get(name, MISSING)
 
         def put_back() -> None:
-            if value is not _MISSING and vars(cls).get(name, _MISSING) is not value:
+            if value is not MISSING and vars(cls).get(name, MISSING) is not value:
                 setattr(cls, name, value)
 
         self._bound(value, put_back)
@@ -284,29 +303,36 @@ def _is_scripts(cls: type) -> bool:
     return home is not None and _is_script(vars(home))
 
 
-# The one reach that was looked for last, with what it was looked for: a forward's code does not change.
+# What was looked for last, with what it was looked for in: a forward's code does not change.
 _known: list[tuple[list, Reach]] = []
 
 
-def _reach(parts: list[torch.nn.Module], forwards: list) -> Reach:
+def reach(modules: list[torch.nn.Module], forwards: list) -> Reach:
+    """What a run of `modules` can reach, and `forwards` that stand in for theirs (None: none does)."""
+    parts = _parts(modules)
     sources = list({cls: None for part in parts for cls in type(part).__mro__})
     functions = [*forwards, *(function for part in parts for function in (vars(part).get("forward"), *hooks_of(part)))]
     functions = [getattr(function, "__func__", function) for function in functions if function is not None]
     wanted = [*sources, *functions]
-    if not _known or len(_known[0][0]) != len(wanted) or any(a is not b for a, b in zip(_known[0][0], wanted)):
-        _known[:] = [(wanted, Reach(sources, functions))]
+    for looked_in, found in _known:
+        if len(looked_in) == len(wanted) and all(a is b for a, b in zip(looked_in, wanted)):
+            return found
+    _known.insert(0, (wanted, Reach(sources, functions)))
+    del _known[KNOWN:]
     return _known[0][1]
 
 
+def _parts(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    return list({id(part): part for module in modules for part in module.modules()}.values())
+
+
 @contextmanager
-def preserved(modules: list[torch.nn.Module], forwards: Iterable[Any]) -> Iterator[None]:
-    """Inside the block `modules` may run, and `forwards` that stand in for theirs (None: none does); behind it the
-    script's variables are as they were."""
-    parts = list({id(part): part for module in modules for part in module.modules()}.values())
+def preserved(modules: list[torch.nn.Module], reached: Reach) -> Iterator[None]:
+    """Inside the block `modules` may run, which reach `reached`; behind it the script's variables are as they were."""
     outside, inside = Notes(MOST), Notes(math.inf)
-    _reach(parts, list(forwards)).note(outside)
+    reached.note(outside)
     # A replay starts from the owner's attributes: all that it may set is put back.
-    for part in parts:
+    for part in _parts(modules):
         for name, value in vars(part).items():
             if name not in REGISTRIES:
                 inside.contents(value)
