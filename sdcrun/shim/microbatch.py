@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from sdcrun.shim import numpystate
+
 ALIGNMENT = 64
 LARGEST_GAP = 1 << 20
 
@@ -202,16 +204,14 @@ class Random:
     numpy: Any
 
     @classmethod
-    def now(cls) -> Random:
-        """The states now; reading them disturbs nothing and waits for no device."""
-        numpy = sys.modules.get("numpy.random")
+    def now(cls, exact: bool = True) -> Random:
+        """The states now; reading them disturbs nothing and waits for no device. Not `exact`: see `numpystate`."""
         devices, current = [], 0
         if torch.cuda.is_initialized():
             devices = [generator.get_state() for generator in torch.cuda.default_generators]
             current = torch.cuda.current_device()
-        return cls(
-            torch.get_rng_state(), devices, current, random.getstate(), numpy.get_state() if numpy is not None else None
-        )
+        numpy = numpystate.exact() if exact else numpystate.glance()
+        return cls(torch.get_rng_state(), devices, current, random.getstate(), numpy)
 
     def shipped(self) -> Random:
         """Without the states of devices other than the current one."""

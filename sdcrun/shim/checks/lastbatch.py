@@ -56,8 +56,8 @@ class LastBatches:
         self.held.clear()
         self.whole, self._bytes = True, 0
 
-    def begin(self, guard: Any, inputs: tuple, kwargs: dict) -> Held | None:
-        """The forward of a guard's module begins."""
+    def begin(self, guard: Any, inputs: tuple, kwargs: dict, random: Random) -> Held | None:
+        """The forward of a guard's module begins, in these random states."""
         tensors = tensors_of((inputs, kwargs))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if self.held and (self._bytes + size > HOLD_BYTES or len(self.held) >= HOLD_BATCHES):
@@ -65,7 +65,7 @@ class LastBatches:
             return None
         self._bytes += size
         held = Held(
-            guard, inputs, kwargs, [version_of(tensor) for tensor in tensors], Random.now(), Autocast.now(),
+            guard, inputs, kwargs, [version_of(tensor) for tensor in tensors], random, Autocast.now(),
             Local.of(guard.module).compiled,
         )  # fmt: skip
         self.held.append(held)

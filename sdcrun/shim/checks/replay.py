@@ -132,9 +132,10 @@ class Auditor:
         if guard not in self.guards:
             self.guards.append(guard)
         self._local[guard.name] = Local.of(guard.module)
-        token, held = None, self.last.begin(guard, inputs, kwargs)
-        if self.recorder is not None and not self.recorder.done:
-            random = held.random if held is not None else Random.now()
+        recording = self.recorder is not None and not self.recorder.done
+        random = Random.now(exact=recording)
+        token, held = None, self.last.begin(guard, inputs, kwargs, random)
+        if recording:
             token = self._recording(self.recorder.before_forward, guard, inputs, kwargs, random)
         return token, held
 
