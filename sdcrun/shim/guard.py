@@ -32,10 +32,11 @@ class Guard:
         self.window_open = False
         self.synced = False
         self.decision: str | None = None
-        self.local_sums: list[torch.Tensor] = []
-        self.reduced_sums: list[torch.Tensor] = []
+        # What check 1 keeps until the gate; see checks/nonfinite.py.
+        self.reductions, self.tainted = 0, False
+        self.local_sums: list[tuple[int, torch.Tensor, list[torch.Tensor]]] = []
+        self.reduced_sums: list[tuple[int, torch.Tensor]] = []
         self.local_bad: list[dict] = []
-        self.buckets: list = []
         self.saved_buffers: dict[str, torch.Tensor] = {}
         self.moving: set[str] = {
             f"{path}.{name}" if path else name
@@ -94,7 +95,7 @@ class Guard:
         self.local_sums.clear()
         self.reduced_sums.clear()
         self.local_bad.clear()
-        self.buckets.clear()
+        self.reductions, self.tainted = 0, False
 
     @torch.no_grad()
     def save_buffers(self) -> None:

@@ -3,6 +3,10 @@
 A sum per bucket carries every NaN and Inf at a tenth of the cost of `isfinite().all()`; half-precision buckets are
 summed in fp32 so that the sum itself cannot overflow. Only on a hit is it asked elementwise which parameter, how
 many, and whether the values really are non-finite.
+
+A window may reduce several times (a GAN's critic, SAM, accumulation without no_sync). What the first reduction brought
+to all ranks is in everybody's gradients or weights at the next one: from then on a rank's own gradients say nothing
+about the rank. Guards count a window's `reductions`, from 1.
 """
 
 from __future__ import annotations
@@ -47,13 +51,17 @@ def local_bucket(guard, bucket, buffer: torch.Tensor) -> None:
     On the CPU the sum is read at once, since the buffer is overwritten by the reduction; on an accelerator it is kept
     for the gate, and the parameters of the bucket are named from the reduced gradients.
     """
+    # Buckets are reduced in the order of their numbers.
+    if bucket.index() == 0:
+        guard.reductions += 1
+        earlier = [total for _, total in guard.reduced_sums if total.device.type == "cpu"]
+        guard.tainted = guard.tainted or not _finite(earlier)
     total = bucket_sum(buffer)
     if total is None:
         return
     if buffer.device.type != "cpu":
-        guard.local_sums.append(total)
-        guard.buckets.append(bucket.parameters())
-    elif not sum_is_finite(total):
+        guard.local_sums.append((guard.reductions, total, bucket.parameters()))
+    elif not guard.tainted and not sum_is_finite(total):
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
             bad = describe(guard.qualified(guard.names.get(id(parameter), "?")), gradient)
             if bad is not None and len(guard.local_bad) < MAX_NAMED:
@@ -64,7 +72,7 @@ def reduced_bucket(guard, result) -> None:
     """Called when a bucket has been reduced, on whatever thread completes the future."""
     total = bucket_sum(result)
     if total is not None:
-        guard.reduced_sums.append(total)
+        guard.reduced_sums.append((guard.reductions, total))
 
 
 def flags(guards) -> tuple[bool, bool]:
@@ -73,8 +81,12 @@ def flags(guards) -> tuple[bool, bool]:
     A sum of huge but finite values can overflow: what a sum says is asked again of the elements before anybody skips.
     """
     local = any(guard.local_bad for guard in guards)
-    kept_local = not _finite([total for guard in guards for total in guard.local_sums])
-    suspicious = not _finite([total for guard in guards for total in guard.reduced_sums])
+    kept_local = not _finite([total for guard in guards for _, total, _ in guard.local_sums])
+    suspicious = not _finite([total for guard in guards for _, total in guard.reduced_sums])
+    if kept_local and suspicious:
+        for guard in guards:
+            guard.local_sums = _untainted(guard)
+        kept_local = any(map(seen_locally, guards))
     if not (kept_local or suspicious):
         return local, False
     bad = any(
@@ -82,6 +94,16 @@ def flags(guards) -> tuple[bool, bool]:
         for guard in guards for name, parameter in guard.parameters.items() if parameter.grad is not None
     )  # fmt: skip
     return local or (kept_local and bad), suspicious and bad
+
+
+def seen_locally(guard) -> bool:
+    """Whether this rank's own gradients were not finite in this window, before any reduced ones were."""
+    return bool(guard.local_bad) or not _finite([total for _, total, _ in guard.local_sums])
+
+
+def _untainted(guard) -> list[tuple[int, torch.Tensor, list[torch.Tensor]]]:
+    bad = [number for number, total in guard.reduced_sums if not sum_is_finite(total)]
+    return [kept for kept in guard.local_sums if not bad or kept[0] <= min(bad)]
 
 
 def _finite(totals: list[torch.Tensor]) -> bool:
@@ -103,7 +125,7 @@ def observe(guards) -> tuple[list[dict], list[dict]]:
                 bad = describe(guard.qualified(name), parameter.grad)
                 if bad is not None:
                     reduced.append(bad)
-        hit = [params for total, params in zip(guard.local_sums, guard.buckets) if not sum_is_finite(total)]
+        hit = [parameters for _, total, parameters in guard.local_sums if not sum_is_finite(total)]
         ours = {guard.qualified(guard.names.get(id(p), "?")) for params in hit for p in params}
         local += [bad for bad in reduced if bad["tensor"] in ours]
     return local, reduced

@@ -20,7 +20,7 @@ from sdcrun.core.audit import FIRST, INTERVAL, NARROWED, REQUESTED, RING, TRIAGE
 from sdcrun.shim import boot
 from sdcrun.shim.checks.calibrate import Calibration
 from sdcrun.shim.checks.lastbatch import LastBatches
-from sdcrun.shim.checks.nonfinite import sum_is_finite
+from sdcrun.shim.checks.nonfinite import seen_locally
 from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.checks.rounds import Rounds
 from sdcrun.shim.exchange import ExchangeFailed
@@ -308,9 +308,7 @@ class Auditor:
         return True
 
     def _parcel(self, hit: bool) -> Parcel | str:
-        nonfinite = hit and any(
-            guard.local_bad or not all(map(sum_is_finite, guard.local_sums)) for guard in self.guards
-        )
+        nonfinite = hit and any(map(seen_locally, self.guards))
         case = self.recorder.case if self.recorder is not None else None
         if self._auditing and (not hit or not nonfinite or (case is not None and not case.finite)):
             why = self.ready()
