@@ -1,4 +1,4 @@
-"""Windows that reduce several times: what the first reduction brings to all ranks accuses none but the one it is from."""
+"""Windows that reduce several times: what the first reduction brings to all ranks accuses the rank it is from alone."""
 
 import pytest
 from harness import LOOPS, launch
