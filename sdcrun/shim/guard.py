@@ -28,7 +28,9 @@ class Guard:
         self.ignores = any(n in ignored for n, _ in ddp.module.named_parameters())
         self.parameters = {n: p for n, p in ddp.module.named_parameters() if n not in ignored}
         self.names = {id(p): n for n, p in self.parameters.items()}
-        self.buffers = {n: b for n, b in ddp.module.named_buffers() if n not in ignored}
+        self._ignored = ignored
+        self._homes: dict[str, tuple[dict, str]] = {}
+        self._find_buffers()
         self.window_open = False
         self.synced = False
         self.decision: str | None = None
@@ -51,6 +53,20 @@ class Guard:
         self.off_reason: str | None = None
         self.token = None
         self.sample: tuple[int, float] | None = None
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers by name, those that DDP ignores left out: what the module holds now, since a forward may well
+        put a new tensor in the place of one (`self.center = ...`)."""
+        found = {name: home.get(leaf) for name, (home, leaf) in self._homes.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def _find_buffers(self) -> None:
+        self._homes = {}
+        for name, _ in self.module.named_buffers():
+            if name not in self._ignored:
+                path, _, leaf = name.rpartition(".")
+                self._homes[name] = self.module.get_submodule(path)._buffers, leaf
 
     @property
     def ddp(self):
@@ -104,7 +120,10 @@ class Guard:
         looking = self._windows < LOOKS or self._windows % LOOK_EVERY == 0
         self._windows += 1
         kept, current = [], []
-        for name, buffer in self.buffers.items():
+        if looking:
+            self._find_buffers()
+        buffers = self.buffers
+        for name, buffer in buffers.items():
             saved = self.saved_buffers.get(name)
             if saved is None or saved.shape != buffer.shape or saved.dtype != buffer.dtype:
                 self.saved_buffers[name] = buffer.detach().clone()
@@ -118,14 +137,19 @@ class Guard:
                 current.append(buffer)
         if kept:
             torch._foreach_copy_(kept, current)
-        self._versions = {name: buffer._version for name, buffer in self.buffers.items()}
+        self._versions = {name: buffer._version for name, buffer in buffers.items()}
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Puts the buffers back as they were before the window: one NaN batch would leave BatchNorm NaN for ever."""
         for name, buffer in self.buffers.items():
             saved = self.saved_buffers.get(name)
-            if saved is not None and (name in self.moving or not torch.equal(saved, buffer)):
+            if saved is None:
+                continue
+            if saved.shape != buffer.shape or saved.dtype != buffer.dtype:
+                home, leaf = self._homes[name]
+                home[leaf] = saved.clone()
+            elif name in self.moving or not torch.equal(saved, buffer):
                 buffer.copy_(saved)
 
     @torch.no_grad()

@@ -252,6 +252,30 @@ def test_a_rank_that_is_further_on_with_a_swap_of_weights_does_not_withhold_the_
     assert state == UNVERIFIED and "rank 1 had changed its weights since the step" in reason
 
 
+def test_a_rank_that_has_put_other_weights_in_the_place_of_its_own(job):
+    """`p.data = ...` moves no version counter."""
+    for parameter in job.ranks[1].module.parameters():
+        parameter.data = 0.999 * parameter.data
+    state, reason, _ = judged(job)
+    assert state == UNVERIFIED and "rank 1 had changed its weights since the step" in reason
+
+
+def test_the_vote_reads_weights_where_they_are_now(job):
+    vote, weight = WeightVote(job.first.group), job.first.module[0].weight
+    vote._take()
+    known, before = vote.weights, vote.weights.read()
+    vote._take()
+    assert vote.weights is known
+    for moved in (weight.data.clone(), weight.data.t().clone().t()):
+        weight.data = moved
+        vote._take()
+        assert vote.weights is not known and vote.weights.tensors[0].data_ptr() == weight.data_ptr()
+        known = vote.weights
+    weight.data[3] += 1
+    vote._take()
+    assert vote.weights is known and vote.weights.read() != before
+
+
 def test_an_older_state_of_which_no_vote_is_known(job):
     older = clones(job.first)
     job.step()

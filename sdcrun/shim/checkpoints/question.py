@@ -48,7 +48,7 @@ class Snapshots:
         self.group = group
         self._taken: deque[tuple[int, dict[str, Read]]] = deque(maxlen=2)
         self._side: torch.cuda.Stream | None = None
-        self._marks: list[tuple[torch.Tensor, int]] = []
+        self._marks: list[tuple[torch.Tensor, int, int]] = []
         self._moves: dict[int, list[int]] = {}
 
     def mark(self) -> None:
@@ -56,7 +56,7 @@ class Snapshots:
         guards = self.group.guards
         if guards and guards[0].parameters and guards[-1].parameters:
             ends = next(iter(guards[0].parameters.values())), next(reversed(guards[-1].parameters.values()))
-            self._marks = [(parameter, parameter._version) for parameter in ends]
+            self._marks = [(parameter, parameter._version, parameter.data_ptr()) for parameter in ends]
 
     def moves(self, version: int) -> list[int]:
         """How often the first and the last parameter had been changed since the step when `version` was read."""
@@ -71,7 +71,8 @@ class Snapshots:
             known = known | taken
             self._taken.append((version, known))
             self._moves = {number: self._moves.get(number, []) for number, _ in self._taken}
-            self._moves[version] = [parameter._version - mark for parameter, mark in self._marks]
+            # `p.data = ...` counts as one change more: no version tells it.
+            self._moves[version] = [p._version - mark + (p.data_ptr() != place) for p, mark, place in self._marks]
         return known
 
     def forget(self) -> None:

@@ -89,8 +89,7 @@ class WeightVote:
         if self.off:
             return
         group = self.group
-        if self.weights is None or any(t.data_ptr() != p for t, p in zip(self.weights.tensors, self._pointers)):
-            self._take()
+        self._take()
         group.checks["weights"]["run"] += 1
         try:
             if self._agree_on_weights(step):
@@ -136,8 +135,13 @@ class WeightVote:
         return self._agree(self.weights, step, ballot.PHASE_VOTE)
 
     def _take(self) -> None:
+        """The table of the weights where they are now: a script may put others in their place (`p.data = ...`)."""
+        known = self.weights
+        if known is not None:
+            live = [p for guard in self._guards() for p in guard.parameters.values()]
+            if len(live) == len(known.tensors) and all(map(_is_placed_as, live, known.tensors)):
+                return
         self.weights = Table("weights", self.parameters())
-        self._pointers = [t.data_ptr() for t in self.weights.tensors]
 
     def _agree(self, table: Table, step: int, phase: int) -> bool:
         words = ballot.digest_words(table.read(), ballot.tag(step, 0, phase))
@@ -305,6 +309,13 @@ class WeightVote:
                 ranks in result.minority.items()},
                  "no_majority": list(result.no_majority), "action": action, "again": again, "why": why},
             )  # fmt: skip
+
+
+def _is_placed_as(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )  # fmt: skip
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
