@@ -61,6 +61,35 @@ class Window:
         return *flags, {bad["tensor"] for bad in nonfinite.observe([self])[0]}
 
 
+class Complex(Bucket):
+    """As DDP makes it of complex parameters: real numbers, and gradients that count complex ones."""
+
+    def __init__(self, parameters):
+        super().__init__(0, parameters)
+        self.buffer = torch.zeros(sum(2 * p.numel() for p in parameters))
+
+    def parameters(self):
+        return self.parameter
+
+    def gradients(self):
+        return self.buffer[: len(self.buffer) // 2].split([p.numel() for p in self.parameter])
+
+
+def test_gradients_of_complex_parameters_are_found_whole():
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64)) for _ in range(2)]
+    window, bucket = Window(accelerator=False), Complex(parameters)
+    window.names = {id(p): name for name, p in zip("ab", parameters)}
+    bucket.buffer.copy_(torch.arange(24.0))
+    found = nonfinite.gradients_of(bucket, bucket.buffer)
+    assert [torch.view_as_real(gradient).flatten().tolist() for _, gradient in found] == [
+        list(range(12)), list(range(12, 24))
+    ]  # fmt: skip
+    assert all(p is q for (p, _), q in zip(found, parameters))
+    bucket.buffer[23] = INF
+    nonfinite.local_bucket(window, bucket, bucket.buffer)
+    assert window.local_bad == [{"tensor": "b", "elements": 1, "nan": 0, "inf": 1, "numel": 6}]
+
+
 @pytest.fixture(params=[False, True], ids=["cpu", "accelerator"])
 def window(request):
     return Window(request.param)

@@ -45,6 +45,19 @@ def describe(name: str, gradient: torch.Tensor) -> dict | None:
     return {"tensor": name, "elements": bad, "nan": nan, "inf": bad - nan, "numel": gradient.numel()}
 
 
+def gradients_of(bucket, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(parameter, its gradient, a view of the bucket's buffer) for all of a bucket. `bucket.gradients()` is not to be
+    had for complex parameters: it counts their elements in a buffer of real numbers, and ends in the middle."""
+    parameters = bucket.parameters()
+    pairs = [p.is_complex() and not buffer.is_complex() for p in parameters]
+    lengths = [p.numel() * (1 + pair) for p, pair in zip(parameters, pairs)]
+    if not any(pairs) or sum(lengths) != buffer.numel():
+        return list(zip(parameters, bucket.gradients()))
+    pieces = buffer.view(-1).split(lengths)
+    views = [torch.view_as_complex(piece.view(-1, 2)) if pair else piece for piece, pair in zip(pieces, pairs)]
+    return list(zip(parameters, views))
+
+
 def local_bucket(guard, bucket, buffer: torch.Tensor) -> None:
     """Called in the comm hook before the all-reduce, every step.
 
@@ -62,7 +75,7 @@ def local_bucket(guard, bucket, buffer: torch.Tensor) -> None:
     if buffer.device.type != "cpu":
         guard.local_sums.append((guard.reductions, total, bucket.parameters()))
     elif not guard.tainted and not sum_is_finite(total):
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+        for parameter, gradient in gradients_of(bucket, buffer):
             bad = describe(guard.qualified(guard.names.get(id(parameter), "?")), gradient)
             if bad is not None and len(guard.local_bad) < MAX_NAMED:
                 guard.local_bad.append(bad)

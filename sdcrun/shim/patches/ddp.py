@@ -100,7 +100,7 @@ def _divide(cell: Cell, bucket, buffer: torch.Tensor) -> None:
     if not inside:
         buffer.mul_(1.0 / world)
         return
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+    for parameter, gradient in nonfinite.gradients_of(bucket, buffer):
         if id(parameter) in inside:
             gradient.div_(world)
         else:

@@ -165,7 +165,7 @@ def sparse_gradients(rank, world):
     return losses, [model], [sparse, dense]
 
 
-def complex_parameters(rank, world):
+def complex_parameters(rank, world, **options):
     class Waves(nn.Module):
         def __init__(self):
             super().__init__()
@@ -174,17 +174,21 @@ def complex_parameters(rank, world):
         def forward(self, x):
             return (x.to(torch.complex64) @ self.weight).abs()
 
-    model = DDP(Waves())
+    model = DDP(Waves(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
         x, y = batch(rank, step)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not options)
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses, [model], [optimizer]
+
+
+def complex_in_bucket_views(rank, world):
+    return complex_parameters(rank, world, gradient_as_bucket_view=True)
 
 
 def ignored_parameters(rank, world):
@@ -340,6 +344,7 @@ LOOPS = [
     warnings_as_errors,
     sparse_gradients,
     complex_parameters,
+    complex_in_bucket_views,
     ignored_parameters,
     unusual_options,
     parameter_groups_added,
