@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sdcrun.shim.microbatch import Autocast, Packed, Random
+from sdcrun.shim.replay.kernels import Kernels
 
 Ref = tuple
 
@@ -22,7 +23,8 @@ FULL, FALLBACK, FORWARD = "full", "fallback", "forward"
 @dataclass
 class Entry:
     """One thing the program does. `blob`: pickled arguments; `uses`, `outs`: references read and made; `writes`:
-    references changed in place; `obstacle`: why what comes of it cannot be computed again, if so."""
+    references changed in place; `obstacle`: why what comes of it cannot be computed again, if so;
+    `kernels`: the switches in force, where they are known (None: as the replay finds them)."""
 
     blob: bytes = b""
     uses: list[Ref] = field(default_factory=list)
@@ -31,6 +33,7 @@ class Entry:
     grad_mode: bool = True
     random: Random | None = None
     obstacle: str = ""
+    kernels: Kernels | None = None
 
 
 @dataclass

@@ -21,6 +21,7 @@ from sdcrun.shim.replay.collect import GradientTable, weights_digests, weights_r
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.graph import reaches
 from sdcrun.shim.replay.hooks import HookWatch
+from sdcrun.shim.replay.kernels import Kernels
 from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
 from sdcrun.shim.replay.scriptvalues import ScriptValues
@@ -106,7 +107,7 @@ class Recorder:
         self.tape.forget_values()
         self._in_forward = True
         module = guard.module
-        call = Call(guard=place, random=random.shipped(), autocast=Autocast.now(), grad_mode=True)
+        call = Call(guard=place, random=random.shipped(), autocast=Autocast.now(), kernels=Kernels.now())
         local = self.local[guard.name] = Local.of(module)
         token = Token(call, ScriptValues(scriptstate.reach([module], [local.forward])))
         call.epoch = self._casts.look(module)
@@ -246,7 +247,7 @@ class Recorder:
             return "backward(inputs=...) for some leaves only"
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) or grad_tensors is None else list(grad_tensors)
         given += [None] * (len(roots) - len(given))
-        backward = Backward(create_graph=bool(options.get("create_graph")))
+        backward = Backward(kernels=Kernels.now(), create_graph=bool(options.get("create_graph")))
         why = tape.soft[0] if tape.soft else ""
         if not why and any(tape.known(root) is None for root in roots):
             why = "the loss was computed in a way that was not seen (compiled, or another thread)"
@@ -260,7 +261,7 @@ class Recorder:
             if not hindrance:
                 return self._stale(kept) or self._program(roots, [*kept, backward], FULL, "")
             why = hindrance
-        return self._fallback(roots, Backward(create_graph=backward.create_graph), why)
+        return self._fallback(roots, Backward(kernels=backward.kernels, create_graph=backward.create_graph), why)
 
     def _whole(self, entries: list[Entry], backward: Backward) -> tuple[list[Entry], str]:
         """What the backward's roots depend on, and why that cannot be computed again ("" if it can)."""

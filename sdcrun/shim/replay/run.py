@@ -110,7 +110,8 @@ class _Run:
             for place in self._places():
                 self._swap(stack, place)
             for entry in self.program.entries:
-                self._do(entry)
+                with entry.kernels.applied() if entry.kernels is not None else contextlib.nullcontext():
+                    self._do(entry)
             self.result.table = self.table.take() | self.table.others
             if self.table.altered:
                 raise NotReplayable(f"the gradient of {self.table.altered[0]} was changed in place during the backward")
