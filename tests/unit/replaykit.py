@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from types import SimpleNamespace
 
 import torch
@@ -22,8 +23,8 @@ def guard_of(module, name=""):
     )
 
 
-class Probe(list):
-    """Sees what a replay does: a plain list of the script's would be put back as it was before."""
+# Sees what a replay does: a list of the script's, and an object of its classes, would be put back as they were before.
+Probe = collections.UserList
 
 
 class Net(nn.Module):

@@ -1,8 +1,12 @@
 """What a forward changes outside its module is changed once, however often the micro-batch is computed again."""
 
+import argparse
+import array
 import collections
 import copy
+import pickle
 import random
+import types
 
 import numpy as np
 import pytest
@@ -46,6 +50,38 @@ def helper(value):
     METER.update(value)
 
 
+class Dotted(dict):
+    """Keys as attributes."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Window(list):
+    """A list with a method more."""
+
+
+class Progress:
+    __slots__ = ("step",)
+
+    def __init__(self):
+        self.step = 0
+
+
+BAG, ARGS = types.SimpleNamespace(n=0), argparse.Namespace(n=0)
+DOTTED, WINDOW, PROGRESS, NUMBERS = Dotted(n=0, inner=Dotted(n=0)), Window(), Progress(), array.array("l", [0])
+LEGACY_DRAWS = np.random.RandomState(3)
+PERCEPTUAL = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+
+
+def other_kinds(value):
+    """Changes variables of the kinds that no container of Python's own is."""
+    BAG.n, ARGS.n, DOTTED.n, DOTTED.inner.n, PROGRESS.step = (value,) * 5
+    WINDOW.append(value)
+    NUMBERS.append(1)
+    LEGACY_DRAWS.rand()
+
+
 class Scaled(torch.autograd.Function):
     passes = 0
 
@@ -71,6 +107,7 @@ def made(limit):
             self.a = nn.Linear(6, 3)
             self.draws = torch.Generator().manual_seed(4)
             self.notes = {"inner": {"outputs": []}}
+            self.bag = types.SimpleNamespace(n=0)
 
         def forward(self, x, kept=[]):  # noqa: B006
             global COUNT, FIRST
@@ -82,6 +119,9 @@ def made(limit):
             y = Scaled.apply(self.a(x))
             value = float(y.sum())
             helper(value)
+            other_kinds(value)
+            self.bag.n += 1
+            PERCEPTUAL(y)
             HISTORY.append(value)
             kept.append(value)
             LONG.append(value)
@@ -102,7 +142,9 @@ def state(net, around):
         COUNT, globals().get("FIRST"), HISTORY, dict(BY_NAME), SEEN.tolist(), TABLE.tolist(), RECENT, SHAPES,
         vars(METER), helper.__dict__, Scaled.passes, around(), type(net).made_outputs, type(net).forward.__defaults__,
         DRAWS.get_state().tolist(), OLD_DRAWS.getstate(), NEW_DRAWS.bit_generator.state, LONG,
-        net.draws.get_state().tolist(), net.notes,
+        net.draws.get_state().tolist(), net.notes, repr(BAG), vars(ARGS), repr(DOTTED), PROGRESS.step,
+        list(WINDOW), NUMBERS, pickle.dumps(LEGACY_DRAWS.get_state()), net.bag.n,
+        {name: buffer.tolist() for name, buffer in PERCEPTUAL.named_buffers()},
     )  # fmt: skip
     return copy.deepcopy(values)
 

@@ -7,10 +7,12 @@ hooks, and the functions and classes of the script that these use; libraries' ow
 
 from __future__ import annotations
 
+import argparse
+import array
 import collections
 import dis
+import functools
 import math
-import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 
+from sdcrun.shim.replay.generators import is_generator, set_state, state_of
 from sdcrun.shim.replay.hooks import hooks_of
 from sdcrun.shim.replay.modulestate import REGISTRIES
 
@@ -30,14 +33,16 @@ KNOWN = 4
 
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)
-_SEQUENCES = (list, set, bytearray, collections.deque)
-_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_SEQUENCES = (list, set, bytearray, collections.deque, array.array)
+_BUILT_IN = frozenset({*_SEQUENCES, dict, collections.OrderedDict, collections.defaultdict, collections.Counter})
+_BAGS = (types.SimpleNamespace, argparse.Namespace)
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sdcrun"}) - {"__main__"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 MISSING = object()
 
 Undo = Callable[[], None]
-# (module, name) of a global; (module, function, variable) of what a function has from around it.
+# (module, name) of a global; (module, function, variable) of what a function has from around it; (module, class,
+# name, "class") of an attribute of a class.
 Address = tuple[str, ...]
 
 
@@ -57,7 +62,7 @@ class Reach:
     """The places that `functions` and the methods of `classes` can reach: names in dicts of globals, cells, attributes
     of classes, functions. A name that no code stores to is one only while something changeable bears it.
 
-    `globals`, `free`: the places that hold neither code nor anything changeable, by addresses that hold in all ranks.
+    `globals`, `free`, `classes`: the places that do not hold code, by addresses that hold in all ranks.
     """
 
     def __init__(self, classes: Iterable[type], functions: Iterable[Any]) -> None:
@@ -66,6 +71,7 @@ class Reach:
         self.attributes: list[tuple[type, str]] = []
         self.globals: dict[Address, dict] = {}
         self.free: dict[Address, types.CellType] = {}
+        self.classes: dict[Address, type | None] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self._classes: dict[int, type] = {}
         self._pending: list[types.FunctionType] = []
@@ -83,6 +89,9 @@ class Reach:
         for name, value in vars(cls).items():
             if not name.startswith("__") and not isinstance(value, _CODE):
                 self.attributes.append((cls, name))
+                address = (cls.__module__, cls.__qualname__, name, "class")
+                # Several classes made by one function have the same address, and none of them then.
+                self.classes[address] = None if address in self.classes else cls
             for inner in (value, *(getattr(value, part, None) for part in ("__func__", "fget", "func"))):
                 self._function(inner)
 
@@ -112,7 +121,7 @@ class Reach:
                 value = around.get(name, MISSING)
                 if stores or not (value is MISSING or isinstance(value, (*_CODE, *_FIXED))):
                     self.names[id(around), name] = around
-                if named and (value is None or isinstance(value, _FIXED)):
+                if named and value is not MISSING and not isinstance(value, _CODE):
                     self.globals[around["__name__"], name] = around
                 self._follow(value, around)
 
@@ -162,11 +171,12 @@ def content(cell: types.CellType) -> Any:
 
 
 class Notes:
-    """Notes values and collects in `undo` what puts them back; each container once, at most about `room` items."""
+    """Notes values and collects in `undo` what puts them back; each container once, at most about `room` items.
+    `modules` are put back by somebody else."""
 
-    def __init__(self, room: float) -> None:
+    def __init__(self, room: float, modules: Iterable[torch.nn.Module] = ()) -> None:
         self.undo: list[Undo] = []
-        self._seen: set[int] = set()
+        self._seen: set[int] = {id(module) for module in modules}
         self._room = room
 
     def variable(self, value: Any, around: dict, name: str) -> None:
@@ -206,55 +216,95 @@ class Notes:
             self.contents(value)
 
     def contents(self, value: Any, depth: int = 0) -> None:
-        """A container, a small tensor or array, a generator of random numbers, or an object of the script's classes."""
+        """A container, a small tensor or array, a generator of random numbers, an object with attributes of the
+        script's, or a module that the audited ones only use."""
         if value is None or isinstance(value, _FIXED) or id(value) in self._seen or depth > DEEPEST or self._room < 0:
             return
         self._seen.add(id(value))
         kind, inner = type(value), []
-        if kind in _MAPPINGS:
-            if len(value) <= LONGEST:
-                inner = self._mapping(value)
-        elif kind in _SEQUENCES:
-            if len(value) <= LONGEST:
-                inner = self._sequence(value)
-            elif kind is list:
-                self._longer(value)
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             self._tensor(value)
+        elif isinstance(value, torch.nn.Module):
+            inner = self._module(value)
         elif kind.__name__ == "ndarray":
             self._array(value)
-        elif isinstance(value, (torch.Generator, random.Random)) or hasattr(kind, "bit_generator"):
-            self._generator(value)
-        elif hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, *_CODE)) and _is_scripts(kind):
-            inner = self._mapping(vars(value))
+        elif is_generator(value):
+            self.undo.append(functools.partial(set_state, value, state_of(value)))
+        elif not isinstance(value, _CODE):
+            if isinstance(value, dict):
+                inner = self._mapping(value)
+            elif isinstance(value, _SEQUENCES):
+                inner = self._sequence(value)
+            if has_attributes(value):
+                inner = inner + self._attributes(value)
         self._room -= len(inner)
         for item in inner:
             self.contents(item, depth + 1)
 
     def _mapping(self, value: dict) -> list:
-        kept = list(value.items())
+        base = base_of(value)
+        if base.__len__(value) > LONGEST:
+            return []
+        kept = list(base.items(value))
 
         def put_back() -> None:
-            if len(value) != len(kept) or any(
-                key is not name or item is not content for (key, item), (name, content) in zip(value.items(), kept)
+            if base.__len__(value) != len(kept) or any(
+                key is not name or item is not content for (key, item), (name, content) in zip(base.items(value), kept)
             ):
-                value.clear()
+                base.clear(value)
                 for name, content in kept:
-                    value[name] = content
+                    base.__setitem__(value, name, content)
 
         self.undo.append(put_back)
         return [content for _, content in kept]
 
     def _sequence(self, value: Any) -> list:
-        kept = list(value)
+        base = next(base for base in _SEQUENCES if isinstance(value, base))
+        if base.__len__(value) > LONGEST:
+            if base is list:
+                self._longer(value)
+            return []
+        kept = list(base.__iter__(value))
 
         def put_back() -> None:
-            if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept)):
-                value.clear()
-                (value.update if isinstance(value, set) else value.extend)(kept)
+            if base.__len__(value) == len(kept) and all(a is b for a, b in zip(base.__iter__(value), kept)):
+                return
+            if base is array.array:
+                del value[:]
+            else:
+                base.clear(value)
+            (base.update if base is set else base.extend)(value, kept)
 
         self.undo.append(put_back)
         return kept
+
+    def _attributes(self, value: Any) -> list:
+        inner = self._mapping(vars(value)) if type(value).__dictoffset__ and vars(value) is not value else []
+        return inner + [self._slot(value, slot) for slot in slots(type(value))]
+
+    def _slot(self, value: Any, slot: types.MemberDescriptorType) -> Any:
+        kept = getattr(value, slot.__name__, MISSING)
+
+        def put_back() -> None:
+            if kept is not MISSING and getattr(value, slot.__name__, MISSING) is not kept:
+                slot.__set__(value, kept)
+
+        self.undo.append(put_back)
+        return kept
+
+    def _module(self, value: torch.nn.Module) -> list:
+        """A teacher in a list, a network that measures a loss: nothing trains them, yet they may keep statistics."""
+        inner = []
+        for part in value.modules():
+            if part is value or id(part) not in self._seen:
+                self._seen.add(id(part))
+                self._mapping(vars(part))
+                self._mapping(part._buffers)
+                inner += [item for name, item in vars(part).items() if name not in REGISTRIES]
+                for buffer in part._buffers.values():
+                    # BatchNorm's statistics move without a change of their version.
+                    self._tensor(buffer, versioned=False)
+        return inner
 
     def _longer(self, value: list) -> None:
         length = len(value)
@@ -264,14 +314,14 @@ class Notes:
 
         self.undo.append(put_back)
 
-    def _tensor(self, value: torch.Tensor) -> None:
+    def _tensor(self, value: torch.Tensor | None, versioned: bool = True) -> None:
         plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
         if not plain or value.is_inference() or value.nbytes > LARGEST:
             return
         version, kept = value._version, value.clone()
 
         def put_back() -> None:
-            if value._version != version:
+            if not versioned or value._version != version:
                 value.data.copy_(kept)
 
         self.undo.append(put_back)
@@ -286,21 +336,27 @@ class Notes:
 
         self.undo.append(put_back)
 
-    def _generator(self, value: Any) -> None:
-        if isinstance(value, torch.Generator):
-            state = value.get_state()
-            self.undo.append(lambda: value.set_state(state))
-        elif isinstance(value, random.Random):
-            drawn = value.getstate()
-            self.undo.append(lambda: value.setstate(drawn))
-        else:
-            bits, drawn = value.bit_generator, value.bit_generator.state
-            self.undo.append(lambda: setattr(bits, "state", drawn))
-
 
 def _is_scripts(cls: type) -> bool:
     home = sys.modules.get(cls.__module__)
     return home is not None and _is_script(vars(home))
+
+
+def base_of(value: dict) -> type:
+    """The type whose methods change a dict and nothing else: a subclass may have others in their place."""
+    return collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+
+
+def has_attributes(value: Any) -> bool:
+    """The attributes of this object are variables of the script: it has made its class, or it is a bag of names."""
+    kind = type(value)
+    return kind not in _BUILT_IN and (isinstance(value, (*_BAGS, dict)) or _is_scripts(kind))
+
+
+def slots(cls: type) -> list[types.MemberDescriptorType]:
+    """The attributes of the script's that live outside an object's `__dict__`."""
+    found = [slot for base in cls.__mro__ if _is_scripts(base) for slot in vars(base).values()]
+    return [slot for slot in found if isinstance(slot, types.MemberDescriptorType)]
 
 
 # What was looked for last, with what it was looked for in: a forward's code does not change.
@@ -329,10 +385,11 @@ def _parts(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
 @contextmanager
 def preserved(modules: list[torch.nn.Module], reached: Reach) -> Iterator[None]:
     """Inside the block `modules` may run, which reach `reached`; behind it the script's variables are as they were."""
-    outside, inside = Notes(MOST), Notes(math.inf)
+    parts = _parts(modules)
+    outside, inside = Notes(MOST, parts), Notes(math.inf, parts)
     reached.note(outside)
     # A replay starts from the owner's attributes: all that it may set is put back.
-    for part in _parts(modules):
+    for part in parts:
         for name, value in vars(part).items():
             if name not in REGISTRIES:
                 inside.contents(value)
