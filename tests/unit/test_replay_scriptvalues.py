@@ -1,17 +1,23 @@
 """Variables that the script moves between a forward and its update: the replay computes with the forward's values."""
 
+import argparse
+import copy
+import random
 import sys
 import types
+from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from replaykit import Solo
 from torch import nn
 
-from sdcrun.shim.replay import scriptvalues
-from sdcrun.shim.replay.run import replay
-from sdcrun.shim.replay.scriptstate import MISSING, reach
+from sdcrun.shim.replay import scriptstate, scriptvalues
+from sdcrun.shim.replay.generators import state_of
+from sdcrun.shim.replay.run import others_variables, replay
+from sdcrun.shim.replay.scriptstate import reach
 
 TEMPERATURE = 1.0
 STEP = 0
@@ -133,11 +139,124 @@ def test_two_forwards_of_a_window_have_their_own_values():
     assert expected == result.table and TEMPERATURE == 9.0
 
 
+class Settings:
+    """Of the script, with attributes in slots."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self):
+        self.factor = 1.0
+
+
+class Schedule:
+    scale = 1.0
+
+
+class Config(dict):
+    """Keys as attributes, as many scripts have it."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+ARGS = argparse.Namespace(temperature=1.0, size=(1, 2))
+CONFIG = {"loss": {"weights": [1.0, 1.0], "name": "plain"}}
+DOTTED = Config(gain=1.0)
+SLOTTED = Settings()
+DRAWS = {"torch": torch.Generator().manual_seed(1), "numpy": np.random.RandomState(1), "python": random.Random(1)}
+
+
+class Configured(nn.Module):
+    """Reads settings of many kinds, the script's and its own, and draws from the script's generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+        self.settings = types.SimpleNamespace(rate=1.0)
+        self.draws = np.random.default_rng(2)
+
+    def forward(self, x):
+        factor = ARGS.temperature * CONFIG["loss"]["weights"][1] * DOTTED.gain * SLOTTED.factor * Schedule.scale
+        factor *= self.settings.rate * ARGS.size[0] + self.draws.random()
+        factor += DRAWS["numpy"].rand() + DRAWS["python"].random()
+        y = self.a(x) * factor + torch.rand(3, generator=DRAWS["torch"])
+        return y if CONFIG["loss"]["name"] == "plain" else -y
+
+    def change(self):
+        ARGS.temperature, ARGS.size = 2.0, (3, 4)
+        CONFIG["loss"]["weights"][1], CONFIG["loss"]["name"] = 3.0, "other"
+        DOTTED.gain, SLOTTED.factor, Schedule.scale, self.settings.rate = 4.0, 5.0, 6.0, 7.0
+
+    def state(self):
+        values = (vars(ARGS), CONFIG, dict(DOTTED), SLOTTED.factor, Schedule.scale, vars(self.settings))
+        states = [state_of(draws) for draws in (*DRAWS.values(), self.draws)]
+        return copy.deepcopy(values), states
+
+
+def test_settings_in_objects_and_states_of_generators_are_the_forwards():
+    net = Configured()
+    with Solo(net) as solo:
+        record(solo)
+        net.change()
+        before = net.state()
+        expected, result = solo.again()
+    assert expected == result.table and "loss" in result.table
+    assert net.state() == before
+    assert sorted(str(value) for value in moved(solo).values() if not isinstance(value, scriptvalues.Draws)) == sorted(
+        ["1.0"] * 6 + ["(1, 2)", "plain"]
+    )
+
+
+def test_all_of_the_owners_variables_for_a_forward_that_depends_on_the_rank(monkeypatch):
+    with Solo(Net()) as solo:
+        record(solo)
+        parcel = solo.parcel()
+    program, guards, local = parcel.program, solo.guards, solo.recorder.local
+    monkeypatch.setitem(globals(), "STEP", 0)
+    assert replay(program, guards, local).table == parcel.expected
+    assert not others_variables(program, guards, local)
+    monkeypatch.setitem(globals(), "TEMPERATURE", 3.0)
+    monkeypatch.setitem(globals(), "DEVICE", "cuda:0")
+    assert others_variables(program, guards, local)
+    assert replay(program, guards, local).table != parcel.expected
+    assert replay(program, guards, local, owners=True).table == parcel.expected
+    assert (TEMPERATURE, DEVICE) == (3.0, "cuda:0")
+
+
+LARGE = torch.zeros(scriptstate.LARGEST // 4 + 1)
+AVERAGE = nn.Linear(2, 2).requires_grad_(False)
+SPARSE = torch.eye(3).to_sparse()
+
+
+class Remembering(nn.Module):
+    """Changes `what` of the script's in its forward."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.a, self.what = nn.Linear(6, 3), what
+
+    def forward(self, x):
+        if self.what == "LARGE":
+            LARGE.add_(1)
+        elif self.what == "AVERAGE":
+            AVERAGE.weight.mul_(0.5)
+        return torch.sparse.mm(SPARSE, self.a(x).T).T
+
+
+@pytest.mark.parametrize("what", ["LARGE", "AVERAGE", ""])
+def test_what_a_replay_could_not_put_back_is_refused(what):
+    with Solo(Remembering(what)) as solo:
+        record(solo)
+        why = solo.recorder.pack()
+    assert why == (f"the forward changes {what} of the script, which would not be put back" if what else None)
+
+
 def test_a_place_that_this_rank_has_not_is_passed_over(monkeypatch):
     monkeypatch.setitem(sys.modules, "of_the_script", types.ModuleType("of_the_script"))
-    reached = reach([Net()], [])
-    values = {("of_the_script", "x"): 1, ("not_there", "x"): 1, (__name__, "f", "x"): 1}
-    with scriptvalues.restored(values, reached):
-        scriptvalues.place(values, reached)
-        assert sys.modules["of_the_script"].x == 1
-    assert not hasattr(sys.modules["of_the_script"], "x") and MISSING not in vars(sys.modules["of_the_script"]).values()
+    net = Net()
+    reached = reach([net], [])
+    values = {("of_the_script", "x"): 1, ("not_there", "x"): 1, (__name__, "f", "x"): 1, (__name__, "STEP"): 8}
+    with ExitStack() as undo:
+        scriptvalues.place(values, reached, net, undo)
+        assert STEP == 8
+    assert STEP == 0 and not hasattr(sys.modules["of_the_script"], "x")

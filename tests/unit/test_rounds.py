@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from sdcrun.shim.checks import rounds
+from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.exchange import ExchangeFailed
+from sdcrun.shim.replay.run import Result
 
 STATEMENT = {"position": 0, "window": 1, "scope": "all"}
 
@@ -22,7 +24,7 @@ def rounds_of(others):
         rank=0, size=3, ranks=(0, 1, 2), nodes=[0, 1, 2], devices=[("cpu",)] * 3, clock=lambda: 0.0,
         all_reduce_max=all_reduce_max,
     )  # fmt: skip
-    return rounds.Rounds(group, [], 7, "nothing recorded", {}, frozenset(), 0, 1.0), met
+    return rounds.Rounds(group, [], 7, "nothing recorded", {}, frozenset(), 0, 1.0, rounds.ByRank()), met
 
 
 def test_a_rank_that_fails_says_so_where_the_others_wait(monkeypatch):
@@ -40,3 +42,50 @@ def test_all_hear_of_a_rank_that_failed(monkeypatch):
     with pytest.raises(ExchangeFailed):
         audit.run(STATEMENT, dict, own=False, cause="interval")
     assert len(met) == 1
+
+
+RIGHT, WRONG, WORSE = ({"loss": (n, n), ":a": (n, n)} for n in (1, 2, 3))
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """`compute(own, owners)` compares micro-batches of rank 1 with what their replays give, in turn, with this rank's
+    own variables of the script and with the owner's; a list of these has what was not asked for."""
+    audit, _ = rounds_of(others=0)
+    monkeypatch.setattr(rounds, "others_variables", lambda *_: True)
+
+    def compute(own, owners=()):
+        left = {False: list(own), True: list(owners)}
+        monkeypatch.setattr(rounds, "replay", lambda *_, owners: Result(table=left[owners].pop(0)))
+        audit.parcels[1] = Parcel(None, RIGHT)
+        return audit._compute(1, rounds.RING).agrees, left[False] + left[True]
+
+    return compute, audit.by_rank
+
+
+def test_a_forward_that_depends_on_the_rank_is_no_fault(replays):
+    compute, by_rank = replays
+    assert compute([WRONG, WRONG], [RIGHT]) == (True, []) and by_rank.owners
+    assert compute([], [RIGHT]) == (True, []) and compute([], [WRONG]) == (False, [])
+
+
+@pytest.mark.parametrize("own, owners", [
+    pytest.param([WRONG, WORSE], [RIGHT], id="it is not the same twice"),
+    pytest.param([WRONG, RIGHT], [RIGHT], id="it does not come again"),
+    pytest.param([WRONG], [WRONG], id="it stays"),
+])  # fmt: skip
+def test_a_fault_is_not_explained_by_the_rank(replays, own, owners):
+    compute, by_rank = replays
+    assert compute(own, owners) == (False, []) and not by_rank.owners
+
+
+def test_what_came_out_without_the_owners_variables_once_is_a_fault_later(replays):
+    compute, by_rank = replays
+    assert compute([RIGHT]) == (True, []) and by_rank.cleared == {1}
+    assert compute([WRONG]) == (False, []) and not by_rank.owners
+
+
+def test_a_rank_that_has_the_same_variables_is_at_fault(replays, monkeypatch):
+    compute, _ = replays
+    monkeypatch.setattr(rounds, "others_variables", lambda *_: False)
+    assert compute([WRONG]) == (False, [])

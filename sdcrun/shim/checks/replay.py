@@ -22,7 +22,7 @@ from sdcrun.shim.checks.calibrate import Calibration
 from sdcrun.shim.checks.lastbatch import LastBatches
 from sdcrun.shim.checks.nonfinite import seen_locally
 from sdcrun.shim.checks.opinion import Parcel
-from sdcrun.shim.checks.rounds import Rounds
+from sdcrun.shim.checks.rounds import ByRank, Rounds
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.microbatch import Random
 from sdcrun.shim.patches import autograd
@@ -92,6 +92,7 @@ class Auditor:
         self._declines = 0
         self._said: set[str] = set()
         self._strangers = 0
+        self._by_rank = ByRank()
         domains = topology.failure_domains(group.nodes)
         if not topology.replayer_of(range(group.size), domains, group.devices):
             reasons = topology.without_partner(range(group.size), domains, group.devices)
@@ -249,6 +250,7 @@ class Auditor:
         rounds = Rounds(
             self.group, self.guards, step, parcel, self._local, self.calibration.excluded, turn=self._audits,
             limit=max(self.group.config.exchange_timeout, SLOWER * (time.monotonic() - self._opened)),
+            by_rank=self._by_rank,
         )  # fmt: skip
         failure, audit = None, None
         try:

@@ -10,18 +10,19 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from sdcrun.core import attribute, ballot, topology
 from sdcrun.core.audit import ARBITER, OWN, REPEAT, RING, Audit, Comparison, Difference
+from sdcrun.shim import boot
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.microbatch import to_bytes
 from sdcrun.shim.replay.collectives import CollectiveRefused
-from sdcrun.shim.replay.run import NotReplayable, Result, replay
+from sdcrun.shim.replay.run import NotReplayable, Result, others_variables, replay
 from sdcrun.shim.transport import BallotFailed
 
 SENT_BYTES = 16 << 20
@@ -32,15 +33,25 @@ LOUD, FAILED = 4, 2  # the first of the two words that a digest leaves free; wha
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
 
+@dataclass
+class ByRank:
+    """What this rank has seen of a forward that may depend on the rank. `owners`: it does, and replays take the owners'
+    variables of the script; `cleared`: owners whose bits came out without, so that what differs later is a fault."""
+
+    owners: bool = False
+    cleared: set[int] = field(default_factory=set)
+
+
 class Rounds:
     """One audit of `group` (group ranks inside, global ranks in the record). `parcel`: this rank's micro-batch, or why
     there is none ("": none is asked for); `excluded`: names that are not compared;
-    `limit`: how long one message may take, in seconds."""
+    `limit`: how long one message may take, in seconds; `by_rank`: what earlier audits have shown of the forward."""
 
     def __init__(
         self, group, guards: list, step: int, parcel: Parcel | str, local: dict, excluded: frozenset, turn: int,
-        limit: float,
+        limit: float, by_rank: ByRank,
     ) -> None:  # fmt: skip
+        self.by_rank = by_rank
         self.group, self.guards, self.step = group, guards, step
         self.mine, self.local, self.excluded = parcel, local, excluded
         self.domains = topology.failure_domains(group.nodes)
@@ -191,7 +202,7 @@ class Rounds:
                 wanted.append(name)
                 room -= size
         try:
-            result = replay(parcel.program, self.guards, self.local, keep=wanted)
+            result = replay(parcel.program, self.guards, self.local, keep=wanted, owners=self.by_rank.owners)
         except Exception:
             return {}
         return {self.name(name): tensor.to("cpu", torch.float32) for name, tensor in result.kept.items()}
@@ -240,19 +251,48 @@ class Rounds:
         ranks = self.group.ranks
         if isinstance(parcel, str):
             return Comparison(ranks[owner], ranks[self.group.rank], role, False, declined=parcel or "no micro-batch")
-        result: Result | str
-        try:
-            result = replay(parcel.program, self.guards, self.local)
-        except (NotReplayable, CollectiveRefused) as error:
-            result = str(error)
-        except _OUT_OF_MEMORY:
-            result = "out of memory"
-        except Exception as error:
-            result = f"the replay failed: {type(error).__name__}: {error}"
+        result = self._replay(parcel, self.by_rank.owners)
         if role == OWN and isinstance(result, Result):
             self.unstable.update(differing_names(parcel.expected, result.table, self.excluded))
+        elif isinstance(result, Result) and parcel.expected and not self.by_rank.owners:
+            if not self._differs(parcel, result):
+                self.by_rank.cleared.add(owner)
+            elif owner not in self.by_rank.cleared:
+                result = self._explained(parcel, result)
         self.seconds["replay"] += self.group.clock() - started
         return compare(ranks[owner], ranks[self.group.rank], role, parcel, result, self.excluded, self.name)
+
+    def _differs(self, parcel: Parcel, result: Result) -> bool:
+        return bool(differing_names(parcel.expected, result.table, self.excluded))
+
+    def _explained(self, parcel: Parcel, first: Result) -> Result:
+        """`first` differs from the owner's result. That is no fault if the owner's bits come with the owner's variables
+        of the script, and the same other bits again without them: the forward depends on the rank."""
+        try:
+            if not others_variables(parcel.program, self.guards, self.local):
+                return first
+        except Exception as error:
+            boot.trace(f"variables of the script: {error!r}")
+            return first
+        theirs = self._replay(parcel, owners=True)
+        if isinstance(theirs, str) or self._differs(parcel, theirs):
+            return first
+        again = self._replay(parcel, owners=False)
+        if isinstance(again, str) or again.table != first.table:
+            return first
+        self.by_rank.owners = True
+        return theirs
+
+    def _replay(self, parcel: Parcel, owners: bool) -> Result | str:
+        """What the replay of a micro-batch computed here, or why it could not."""
+        try:
+            return replay(parcel.program, self.guards, self.local, owners=owners)
+        except (NotReplayable, CollectiveRefused) as error:
+            return str(error)
+        except _OUT_OF_MEMORY:
+            return "out of memory"
+        except Exception as error:
+            return f"the replay failed: {type(error).__name__}: {error}"
 
     def gather(self, statement: dict[str, Any]) -> list[dict[str, Any]]:
         started = self.group.clock()

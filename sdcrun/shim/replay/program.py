@@ -41,7 +41,8 @@ class Call(Entry):
     """Forward of the `guard`-th module of the group. `epoch` counts how often autocast's cache of casts was emptied
     before; `acting` are the places of hooks that take part (None: hooks run as they are); `compiled`: under dynamo;
     `strict_outs`: there must be as many outputs as `outs`, those left in attributes and shown to hooks included.
-    Buffers without a reference keep the replayer's values. `moved`: variables of the script that have changed since."""
+    Buffers without a reference keep the replayer's values. `script`: variables of the script that the forward can see;
+    `moved`: those of them that have changed since."""
 
     guard: int = 0
     autocast: Autocast | None = None
@@ -52,7 +53,8 @@ class Call(Entry):
     acting: set | None = None
     compiled: bool = False
     strict_outs: bool = True
-    moved: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    script: dict[tuple, Any] = field(default_factory=dict)
+    moved: dict[tuple, Any] = field(default_factory=dict)
 
 
 @dataclass

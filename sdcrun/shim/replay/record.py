@@ -109,7 +109,8 @@ class Recorder:
         module = guard.module
         call = Call(guard=place, random=random.shipped(), autocast=Autocast.now(), kernels=Kernels.now())
         local = self.local[guard.name] = Local.of(module)
-        token = Token(call, ScriptValues(scriptstate.reach([module], [local.forward])))
+        token = Token(call, ScriptValues(scriptstate.reach([module], [local.forward]), module))
+        call.script = token.script.then
         call.epoch = self._casts.look(module)
         try:
             call.blob, call.uses = self._inputs((inputs, kwargs), token)
@@ -173,6 +174,8 @@ class Recorder:
         )
         if changed:
             tape.hard.append(f"the forward changes {changed[0]}, which cannot be shipped")
+        if (name := token.script.changed()) is not None:
+            tape.hard.append(f"the forward changes {name} of the script, which would not be put back")
         self._tokens[id(call)] = token
         if [version_of(p) for p in module.parameters()] != token.versions:
             tape.hard.append("the forward changes its own parameters in place")

@@ -50,18 +50,33 @@ class Result:
 
 
 def replay(
-    program: Program, guards: list, local: dict[str, Local], keep: Iterable[str] = (), trace: bool = False
-) -> Result:
+    program: Program, guards: list, local: dict[str, Local], keep: Iterable[str] = (), trace: bool = False,
+    owners: bool = False,
+) -> Result:  # fmt: skip
     """Runs `program` on the modules of `guards` (those of its group).
 
-    `local`: module's name -> what was seen at its last forward here. Raises NotReplayable; any other
+    `local`: module's name -> what was seen at its last forward here. `owners`: with all of the owner's variables of the
+    script, not with those alone that have moved. Raises NotReplayable; any other
     exception is the program's own (out of memory, say).
     """
-    return _Run(program, guards, local, keep, trace).run()
+    return _Run(program, guards, local, keep, trace, owners).run()
+
+
+def others_variables(program: Program, guards: list, local: dict[str, Local]) -> bool:
+    """Whether the owner of `program` has other variables of the script than this rank, where its forward can see them.
+    To be asked after a replay: the modules are here."""
+    here = {guard.name: guard.module for guard in guards}
+    calls = [(entry, here[program.names[entry.guard]]) for entry in program.entries if isinstance(entry, Call)]
+    reached = _reach([module for _, module in calls], local)
+    return any(scriptvalues.differ(call.script, reached, module) for call, module in calls)
+
+
+def _reach(modules: list[torch.nn.Module], local: dict[str, Local]) -> scriptstate.Reach:
+    return scriptstate.reach(modules, [one.forward for one in local.values()])
 
 
 class _Run:
-    def __init__(self, program, guards, local, keep, trace) -> None:
+    def __init__(self, program, guards, local, keep, trace, owners) -> None:
         here = {guard.name: guard for guard in guards}
         self.program, self.local = program, local
         self.guards = [here.get(name) for name in program.names]
@@ -69,7 +84,7 @@ class _Run:
             if self.guards[place] is None:
                 raise NotReplayable(f"there is no module {program.names[place]!r} here")
         self.table = GradientTable(keep)
-        self.trace = trace
+        self.trace, self.owners = trace, owners
         self.result = Result()
         self.shadows: dict[int, dict[str, torch.nn.Parameter]] = {}
         self.buffers: dict[int, dict[str, torch.Tensor]] = {}
@@ -103,12 +118,11 @@ class _Run:
                 stack.enter_context(strict_kernels())
             stack.callback(self.table.drop)
             modules = [self.guards[place].module for place in self._places()]
-            self.reach = scriptstate.reach(modules, [local.forward for local in self.local.values()])
+            self.reach = _reach(modules, self.local)
             stack.enter_context(scriptstate.preserved(modules, self.reach))
-            moved = {address for entry in self.program.entries if isinstance(entry, Call) for address in entry.moved}
-            stack.enter_context(scriptvalues.restored(moved, self.reach))
             for place in self._places():
                 self._swap(stack, place)
+            self.stack = stack
             for entry in self.program.entries:
                 with entry.kernels.applied() if entry.kernels is not None else contextlib.nullcontext():
                     self._do(entry)
@@ -192,7 +206,8 @@ class _Run:
                 self._set_buffer(module, self.buffers.get(call.guard, {}).get(name), name, self._resolve(ref))
         local = self.local.get(self.guards[call.guard].name, Local())
         modulestate.assign(module, call.attributes)
-        scriptvalues.place(call.moved, self.reach)
+        variables = call.script if self.owners else call.moved
+        scriptvalues.place(variables, self.reach, module, self.stack)
         if local.forward is not None:
             vars(module)["forward"] = local.forward
         modulestate.assign(module, {key: self._resolve(ref) for key, ref in call.held.items()})

@@ -1,68 +1,194 @@
-"""Numbers and texts of the script that a forward reads from outside its module: a temperature, a step, a flag.
+"""Numbers and texts of the script that a forward reads from outside its module: a temperature, a step, a setting.
 
-Every rank has its own, and they are the same by the time of a replay, with one exception: what the script has moved
-between the forward and the update. Those alone travel with a micro-batch and are put in for the replay.
+Every rank has its own, and they are the same by the time of a replay, with two exceptions. What the script has moved
+between the forward and the update is put in for the replay. And where a forward depends on the rank, a replay on
+another one starts from the owner's variables (see `Rounds`). As a rule it does not: they name devices and files, too.
 """
 
 from __future__ import annotations
 
-import sys
+import collections
+import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from sdcrun.shim.replay.modulestate import is_device
-from sdcrun.shim.replay.scriptstate import MISSING, Address, Reach, content
+import torch
 
+from sdcrun.shim.replay.generators import is_generator, set_state, state_of
+from sdcrun.shim.replay.modulestate import REGISTRIES, is_device
+from sdcrun.shim.replay.scriptstate import (
+    DEEPEST,
+    LARGEST,
+    LONGEST,
+    MISSING,
+    Reach,
+    base_of,
+    content,
+    has_attributes,
+    slots,
+)
+
+LONGEST_LIST = 100  # longer ones are histories
+LONGEST_TEXT = 1000
+MOST = 2000
+_CLOSED = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
+@dataclass
+class Draws:
+    """The state of a generator of random numbers, which belongs into the same generator of another rank."""
+
+    state: bytes
+
+
+Values = dict[tuple, Any]
+
+
+@dataclass
+class _Variable:
+    """One place that holds a value: `name` in `holder`, a dict, a list, a class, a cell or an object; or the state of
+    `holder`, a generator of random numbers."""
+
+    address: tuple
+    value: Any
+    holder: Any
+    name: Any
+
+    def put(self, value: Any) -> None:
+        """Binds it to another value; MISSING: to none."""
+        holder, name = self.holder, self.name
+        if isinstance(value, Draws):
+            set_state(holder, value.state)
+            return
+        if isinstance(holder, types.CellType):
+            holder.cell_contents = value
+        elif isinstance(holder, dict):
+            base = base_of(holder)
+            base.pop(holder, name, None) if value is MISSING else base.__setitem__(holder, name, value)
+        elif isinstance(holder, (list, collections.deque)):
+            if name < len(holder):
+                holder[name] = value
+        elif isinstance(holder, type):
+            setattr(holder, name, value)
+        else:
+            object.__setattr__(holder, name, value)
+
+
+def _variables(reach: Reach, module: torch.nn.Module) -> Iterator[_Variable]:
+    """The variables within a `reach`, and those in objects that `module` keeps (a configuration); then what is in their
+    containers and objects, each of which is looked into once."""
+    found = [_Variable(address, around.get(address[-1], MISSING), around, address[-1])
+             for address, around in reach.globals.items()]  # fmt: skip
+    found += [_Variable(address, content(cell), cell, None) for address, cell in reach.free.items()]
+    found += [_Variable(address, vars(cls).get(address[2], MISSING), cls, address[2])
+              for address, cls in reach.classes.items() if cls is not None]  # fmt: skip
+    yield from found
+    for place, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in REGISTRIES and (has_attributes(value) or is_generator(value)):
+                found.append(_Variable(("", place, name), value, None, None))
+    room, seen, depth = MOST, set(), 0
+    while found and depth < DEEPEST:
+        inner = [variable for outer in found for variable in _inside(outer, seen)][: max(room, 0)]
+        depth += 1
+        room -= len(inner)
+        yield from inner
+        found = inner
+
+
+def _inside(outer: _Variable, seen: set[int]) -> list[_Variable]:
+    value, inner = outer.value, []
+    if type(value) in _SCALARS or id(value) in seen or isinstance(value, (Draws, *_CLOSED)):
+        return inner
+    seen.add(id(value))
+    if is_generator(value):
+        return [_Variable((outer.address, "state"), Draws(state_of(value)), value, None)]
+    if isinstance(value, dict) and len(value) <= LONGEST:
+        items = list(base_of(value).items(value))
+        inner += [_Variable((outer.address, k), v, value, k) for k, v in items if type(k) in _SCALARS]
+    elif isinstance(value, (list, collections.deque)) and len(value) <= LONGEST_LIST:
+        inner += [_Variable((outer.address, i), item, value, i) for i, item in enumerate(value)]
+    if has_attributes(value):
+        held = vars(value) if type(value).__dictoffset__ and vars(value) is not value else {}
+        inner += [_Variable((outer.address, "", name), item, held, name) for name, item in list(held.items())]
+        for slot in slots(type(value)):
+            name = slot.__name__
+            inner.append(_Variable((outer.address, "", name), getattr(value, name, MISSING), value, name))
+    return inner
+
+
+def _travels(value: Any) -> bool:
+    if type(value) is tuple:
+        return len(value) <= LONGEST_LIST and all(map(_travels, value))
+    if type(value) in (str, bytes):
+        return len(value) <= LONGEST_TEXT and not is_device(value)
+    return type(value) in _SCALARS or type(value) is Draws
+
+
+def _large(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.nbytes > LARGEST
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return type(one) is not type(other) or one != other
+
+
 class ScriptValues:
-    """The scalars within a `reach`, as they are now."""
+    """The numbers and texts that a forward of `module` finds within its `reach`, in `then`, by address."""
 
-    def __init__(self, reach: Reach) -> None:
-        self._reach = reach
-        self._then = self._now()
+    def __init__(self, reach: Reach, module: torch.nn.Module) -> None:
+        self._reach, self._module = reach, module
+        self._large: list[tuple[str, torch.Tensor, int]] = []
+        self.then: Values = {}
+        for variable in _variables(reach, module):
+            if _travels(variable.value):
+                self.then[variable.address] = variable.value
+            elif isinstance(variable.value, torch.nn.Module):
+                self._watch(variable, variable.value.parameters())
+            elif isinstance(variable.value, torch.Tensor) and _large(variable.value):
+                self._watch(variable, [variable.value])
 
-    def _now(self) -> dict[Address, Any]:
-        found = {}
-        for address, around in self._reach.globals.items():
-            found[address] = around.get(address[-1], MISSING)
-        for address, cell in self._reach.free.items():
-            found[address] = content(cell)
-        return {address: value for address, value in found.items() if type(value) in _SCALARS and not is_device(value)}
+    def _watch(self, variable: _Variable, tensors: Iterable[torch.Tensor]) -> None:
+        name = str(variable.address[2 if variable.address[-1] == "class" else -1])
+        self._large += [(name, tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
-    def moved(self) -> dict[Address, Any]:
+    def moved(self) -> Values:
         """Where the script has put another value since: the value from then."""
-        now = self._now()
+        now = {v.address: v.value for v in _variables(self._reach, self._module)}
         return {
-            address: value for address, value in self._then.items()
-            if type(now.get(address, MISSING)) is not type(value) or now[address] != value
+            address: value for address, value in self.then.items()
+            if address in now and not is_device(now[address]) and _differ(now[address], value)
         }  # fmt: skip
 
-
-def place(values: dict[Address, Any], reach: Reach) -> None:
-    """Puts values where they belong in this rank, as far as it has such places."""
-    for address, value in values.items():
-        if address in reach.free:
-            reach.free[address].cell_contents = value
-        elif len(address) == 2 and address[0] in sys.modules:
-            vars(sys.modules[address[0]])[address[1]] = value
+    def changed(self) -> str | None:
+        """The name of a tensor, or of a module, whose values have changed since and would not be put back after a
+        replay."""
+        return next((name for name, tensor, version in self._large if tensor._version != version), None)
 
 
-@contextmanager
-def restored(addresses: Iterable[Address], reach: Reach) -> Iterator[None]:
-    """Behind the block this rank's own values are there again."""
-    own: dict[Address, Any] = {}
-    for address in addresses:
-        if address in reach.free:
-            own[address] = content(reach.free[address])
-        elif len(address) == 2 and address[0] in sys.modules:
-            own[address] = vars(sys.modules[address[0]]).get(address[1], MISSING)
-    try:
-        yield
-    finally:
-        place({address: value for address, value in own.items() if value is not MISSING}, reach)
-        for address in (address for address, value in own.items() if value is MISSING):
-            if len(address) == 2:
-                vars(sys.modules[address[0]]).pop(address[1], None)
+def place(values: Values, reach: Reach, module: torch.nn.Module, undo: ExitStack) -> None:
+    """Puts values where they belong in this rank, as far as it has such places; `undo` puts its own back."""
+    changed = []
+
+    def put_back() -> None:
+        for variable in reversed(changed):
+            variable.put(variable.value)
+
+    undo.callback(put_back)
+    for variable in _variables(reach, module) if values else ():
+        value = values.get(variable.address, MISSING)
+        absent = variable.value is MISSING and not isinstance(variable.holder, dict)
+        if not absent and value is not MISSING and _differ(variable.value, value) and not is_device(variable.value):
+            changed.append(variable)
+            variable.put(value)
+
+
+def differ(values: Values, reach: Reach, module: torch.nn.Module) -> bool:
+    """Whether this rank has other values."""
+    return any(
+        variable.address in values and _differ(variable.value, values[variable.address])
+        for variable in _variables(reach, module)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import types
 from collections import namedtuple
 
 import numpy as np
@@ -217,6 +218,22 @@ def counts_in_containers(rank):
     net = Cooling()
     losses, models, optimizers = classify(DDP(net))
     return [*losses, *net.recent, *net.counts["sizes"][0], net.counts["calls"]], models, optimizers
+
+
+class ByRank(Net):
+    """Computes something else on rank 0, as a variable of the script says."""
+
+    def forward(self, x):
+        return super().forward(x * 1.01 if SETTINGS.rank == 0 else x)
+
+
+SETTINGS = types.SimpleNamespace(rank=None)
+
+
+@idiom(WHOLE)
+def other_computation_on_one_rank(rank):
+    SETTINGS.rank = rank
+    return classify(DDP(ByRank()))
 
 
 class Collecting(Net):
