@@ -44,6 +44,26 @@ class Meter:
 METER = Meter()
 
 
+class Tally:
+    """Counts in its class, from a method that an object of it is called for."""
+
+    total = 0
+
+    def __call__(self, value):
+        Tally.total += value
+        BY_NAME["tallied"].append(value)
+
+
+TALLY = Tally()
+
+
+class Kept(Tally):
+    seen = 0
+
+    def note(self):
+        Kept.seen += 1
+
+
 def helper(value):
     helper.calls = getattr(helper, "calls", 0) + 1
     BY_NAME["losses"].append(value)
@@ -107,6 +127,7 @@ def made(limit):
             self.a = nn.Linear(6, 3)
             self.draws = torch.Generator().manual_seed(4)
             self.notes = {"inner": {"outputs": []}}
+            self.kept = Kept()
             self.bag = types.SimpleNamespace(n=0)
 
         def forward(self, x, kept=[]):  # noqa: B006
@@ -121,6 +142,7 @@ def made(limit):
             helper(value)
             other_kinds(value)
             self.bag.n += 1
+            TALLY(value), self.kept.note()
             PERCEPTUAL(y)
             HISTORY.append(value)
             kept.append(value)
@@ -143,7 +165,7 @@ def state(net, around):
         vars(METER), helper.__dict__, Scaled.passes, around(), type(net).made_outputs, type(net).forward.__defaults__,
         DRAWS.get_state().tolist(), OLD_DRAWS.getstate(), NEW_DRAWS.bit_generator.state, LONG,
         net.draws.get_state().tolist(), net.notes, repr(BAG), vars(ARGS), repr(DOTTED), PROGRESS.step,
-        list(WINDOW), NUMBERS, pickle.dumps(LEGACY_DRAWS.get_state()), net.bag.n,
+        list(WINDOW), NUMBERS, pickle.dumps(LEGACY_DRAWS.get_state()), net.bag.n, Tally.total, Kept.seen,
         {name: buffer.tolist() for name, buffer in PERCEPTUAL.named_buffers()},
     )  # fmt: skip
     return copy.deepcopy(values)

@@ -132,7 +132,7 @@ class Reach:
             self.free[address] = types.CellType()
 
     def _follow(self, value: Any, around: dict | None) -> None:
-        """Functions and classes of the same file (`around`: its globals) and of the script."""
+        """Functions and classes of the same file (`around`: its globals) and of the script, also those of objects."""
         if isinstance(value, types.FunctionType):
             if value.__globals__ is around or _is_script(value.__globals__):
                 self._function(value)
@@ -140,6 +140,8 @@ class Reach:
             home = vars(sys.modules.get(value.__module__, types))
             if home is around or _is_script(home):
                 self._class(value)
+        elif _is_scripts(type(value)):
+            self._class(type(value))
 
     def note(self, notes: Notes) -> None:
         """Adds all of it, as it is now."""
@@ -366,7 +368,8 @@ _known: list[tuple[list, Reach]] = []
 def reach(modules: list[torch.nn.Module], forwards: list) -> Reach:
     """What a run of `modules` can reach, and `forwards` that stand in for theirs (None: none does)."""
     parts = _parts(modules)
-    sources = list({cls: None for part in parts for cls in type(part).__mro__})
+    kept = [value for part in parts for name, value in vars(part).items() if name not in REGISTRIES]
+    sources = list({cls: None for one in (*parts, *filter(has_attributes, kept)) for cls in type(one).__mro__})
     functions = [*forwards, *(function for part in parts for function in (vars(part).get("forward"), *hooks_of(part)))]
     functions = [getattr(function, "__func__", function) for function in functions if function is not None]
     wanted = [*sources, *functions]
