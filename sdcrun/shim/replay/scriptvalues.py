@@ -88,7 +88,9 @@ def _variables(reach: Reach, module: torch.nn.Module) -> Iterator[_Variable]:
     yield from found
     for place, part in module.named_modules():
         for name, value in vars(part).items():
-            if name not in REGISTRIES and (has_attributes(value) or is_generator(value)):
+            if name in REGISTRIES or type(value) in _SCALARS:
+                continue
+            if has_attributes(value) or is_generator(value):
                 found.append(_Variable(("", place, name), value, None, None))
     room, seen, depth = MOST, set(), 0
     while found and depth < DEEPEST:
