@@ -48,6 +48,17 @@ def test_conjugates():
     assert not told(tensor * float("inf")) and not told((tensor * float("nan")).conj())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_several_parts():
+    """Their own operations are not to be had where they are read: each part is looked at."""
+    bad = torch.tensor([1.0, float("inf")])
+    for dtype in (torch.float32, torch.float64):
+        good = torch.ones(2, dtype=dtype)
+        for other, fine in ((good, True), (bad.to(dtype), False)):
+            assert told(torch.nested.nested_tensor([good, other])) is fine
+            assert told(torch.sparse_coo_tensor([[0, 2]], other, (4,)).coalesce()) is fine
+
+
 def test_the_largest_and_the_smallest_numbers_are_finite():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         info = torch.finfo(dtype)

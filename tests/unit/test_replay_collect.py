@@ -1,5 +1,6 @@
 """Fingerprints of gradients that are taken while a backward runs: as autograd made them, whatever happens to them."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -93,6 +94,26 @@ def test_order_and_numbers_of_gradients_read_at_once_and_late():
     right = fingerprints([torch.full((3,), 2.0), whole, torch.full_like(large, 3.0)]).tolist()
     assert [list(pair) for pair in pairs.values()] == right * 2
     assert table.details["sparse#1"] == ("float32", (5, 2)) and table.finite() and not table.altered
+
+
+@pytest.mark.parametrize("elements", [5, SMALL_BYTES])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_cannot_be_read_does_not_reach_the_backward(elements, hooked, monkeypatch):
+    parameter, table = nn.Parameter(torch.ones(elements)), GradientTable()
+    if hooked:
+        parameter.register_hook(lambda gradient: None)
+    table.watch("p", parameter)
+
+    def broken(*args, **kwargs):
+        raise ValueError("no data")
+
+    monkeypatch.setattr(table._collector, "add", broken)
+    monkeypatch.setattr(table._collector, "extend", broken)
+    (parameter * 2).sum().backward()
+    assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
+    with pytest.raises(ValueError, match="no data"):
+        table.take()
+    assert len(parameter._backward_hooks or ()) == hooked
 
 
 def test_a_hook_behind_the_table_that_changes_in_place():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdcrun.shim.fingerprint.engines import Engine, engine
 from sdcrun.shim.fingerprint.fp1 import CHUNK_BYTES, signed64
-from sdcrun.shim.fingerprint.layout import Span, span
+from sdcrun.shim.fingerprint.layout import Span, parts, span
 from sdcrun.shim.fingerprint.quiet import quiet
 
 _STREAM_CHUNKS = 4
@@ -97,9 +97,13 @@ class Collector:
             return self._finite and all(bool(torch.stack(values).isfinite().all()) for values in found.values())
 
     def _judge(self, tensor: Tensor, s: Span) -> None:
-        if s.dtype not in self._engine(s.device).judged and tensor.numel():
-            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            self._extremes += torch.aminmax(real.detach())
+        if s.dtype in self._engine(s.device).judged:
+            return
+        # Wrappers have no operations of their own inside `quiet()`.
+        for part in parts(tensor):
+            if part.numel():
+                real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+                self._extremes += torch.aminmax(real)
 
     def _read(self, waiting: dict[torch.device, tuple[list[Span], list[int]]], judge: bool) -> None:
         for device, (spans, slots) in waiting.items():

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ class GradientTable:
         self._at_once: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._seen: dict[str, int] = {}
         self._watched: list[tuple[torch.nn.Parameter, tuple, bool]] = []
+        self._failure: Exception | None = None
         self._lock = threading.Lock()
 
     def watch(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -61,11 +63,12 @@ class GradientTable:
             hooks.clear()
             hooks.update(item for item in others if puts_fault(item[1]))
             # A hook behind ours might change the gradient in place: such a gradient is read at once.
-            hooks[key] = functools.partial(self._read, name)
+            hooks[key] = functools.partial(self._safely, self._read, name)
             hooks.update(item for item in others if not puts_fault(item[1]))
         else:
             small = parameter.device.type == "cpu" and parameter.nbytes <= SMALL_BYTES and name not in self._keep
-            hook = self._holding(name, parameter.nbytes) if small else functools.partial(self._read, name)
+            read = functools.partial(self._safely, self._read, name)
+            hook = self._holding(name, parameter.nbytes) if small else read
             # What register_hook() does for a leaf, at a third of the price.
             if hooks is None:
                 parameter._backward_hooks = OrderedDict({key: hook})
@@ -79,25 +82,31 @@ class GradientTable:
         def hold(gradient: torch.Tensor) -> None:
             # Of other kinds the version does not tell every change.
             if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-                self._read(name, gradient)
+                self._safely(self._read, name, gradient)
                 return
             held.append((name, gradient, gradient._version))
             self._held_bytes += nbytes
             if self._held_bytes > HELD_BYTES:
-                with self._lock:
-                    self._read_held()
+                self._safely(self._read_held)
 
         return hold
 
-    def _read(self, name: str, gradient: torch.Tensor) -> None:
+    def _safely(self, part: Callable[..., None], *args: Any) -> None:
+        """In the middle of a backward, which is the script's: trouble is kept for `take`."""
         # Gradients of several devices come from several threads.
         with self._lock:
-            name = self._numbered(name)
-            gradient = dense(gradient)
-            self._at_once[name] = _detail(gradient)
-            self._held.append((name, None, 0))
-            self._rows.append(name)
-            self._collector.add(gradient, judge=True)
+            try:
+                part(*args)
+            except Exception as error:
+                self._failure = self._failure or error
+
+    def _read(self, name: str, gradient: torch.Tensor) -> None:
+        name = self._numbered(name)
+        gradient = dense(gradient)
+        self._at_once[name] = _detail(gradient)
+        self._held.append((name, None, 0))
+        self._rows.append(name)
+        self._collector.add(gradient, judge=True)
         if name in self._keep:
             self.kept[name] = gradient.clone()
 
@@ -130,8 +139,11 @@ class GradientTable:
         self._collector.extend(gradients, judge=True)
 
     def take(self) -> dict[str, Pair]:
-        """Removes the hooks; name -> (S0, S1) fingerprint of each gradient, in the order in which they appeared."""
+        """Removes the hooks; name -> (S0, S1) fingerprint of each gradient, in the order in which they appeared. Raises
+        what kept one from being read."""
         self.drop()
+        if self._failure is not None:
+            raise self._failure
         with self._lock:
             self._read_held()
             pairs = dict(zip(self._rows, _pairs(self._collector.table())))
