@@ -11,6 +11,7 @@ import dataclasses
 import io
 import pickle
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from sdcrun.shim import numpystate
 
 ALIGNMENT = 64
 LARGEST_GAP = 1 << 20
+_WORDS = struct.Struct("=625I")  # of Python's generator
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
@@ -195,23 +197,30 @@ def loads(data: bytes, resolve: Callable[[Any], torch.Tensor], device: torch.dev
 @dataclasses.dataclass
 class Random:
     """States of the random generators: torch's on the CPU and on every CUDA device, Python's, NumPy's if imported.
-    `current` is the CUDA device that was current, which becomes the current one of whoever restores."""
+    `current` is the CUDA device that was current, which becomes the current one of whoever restores. Without `python`
+    and `numpy` (None) theirs are left alone."""
 
     cpu: torch.Tensor
     cuda: list[torch.Tensor]
     current: int
-    python: Any
-    numpy: Any
+    python: tuple | None = None
+    numpy: numpystate.State | None = None
 
     @classmethod
-    def now(cls, exact: bool = True) -> Random:
-        """The states now; reading them disturbs nothing and waits for no device. Not `exact`: see `numpystate`."""
+    def of_torch(cls) -> Random:
+        """Those of torch, now; reading them disturbs nothing and waits for no device."""
         devices, current = [], 0
         if torch.cuda.is_initialized():
             devices = [generator.get_state() for generator in torch.cuda.default_generators]
             current = torch.cuda.current_device()
-        numpy = numpystate.exact() if exact else numpystate.glance()
-        return cls(torch.get_rng_state(), devices, current, random.getstate(), numpy)
+        return cls(torch.get_rng_state(), devices, current)
+
+    @classmethod
+    def now(cls, exact: bool = True) -> Random:
+        """All of them, now. Not `exact`: see `numpystate.glance`."""
+        found = cls.of_torch()
+        found.python, found.numpy = random.getstate(), numpystate.exact() if exact else numpystate.glance()
+        return found
 
     def shipped(self) -> Random:
         """Without the states of devices other than the current one."""
@@ -219,11 +228,18 @@ class Random:
         return dataclasses.replace(self, cuda=kept, current=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # As bytes: pickling a tensor costs ten times as much.
-        return {**vars(self), "cpu": to_bytes(self.cpu)}
+        # As bytes: pickling a tensor costs ten times as much, and 625 numbers one by one four times.
+        python = self.python
+        if python is not None:
+            version, words, normal = python
+            python = version, _WORDS.pack(*words), normal
+        return {**vars(self), "cpu": to_bytes(self.cpu), "python": python}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values, cpu=torch.frombuffer(bytearray(values["cpu"]), dtype=torch.uint8))
+        if self.python is not None:
+            version, words, normal = self.python
+            self.python = version, _WORDS.unpack(words), normal
 
     def restore(self, foreign: bool = False) -> None:
         """Puts the states back; `foreign`: they come from a `shipped` copy of another rank."""
@@ -234,10 +250,10 @@ class Random:
             else:
                 for generator, state in zip(torch.cuda.default_generators, self.cuda):
                     generator.set_state(state)
-        random.setstate(self.python)
-        numpy = sys.modules.get("numpy.random")
-        if self.numpy is not None and numpy is not None:
-            numpy.set_state(self.numpy)
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None and "numpy.random" in sys.modules:
+            numpystate.restore(self.numpy)
 
 
 @dataclasses.dataclass

@@ -27,7 +27,7 @@ EXAMPLES = HERE.parent.parent / "examples"
 AUDIT_EVERY, VOTE_EVERY, WARM = 10, 5, 6
 
 SCRIPTS = {
-    "gpt small": [EXAMPLES / "train_gpt.py", "--size", "small", "--steps", "62", "--log-every", "1000"],
+    "gpt small": [EXAMPLES / "train_gpt.py", "--size", "small", "--steps", "122", "--log-every", "1000"],
     "gpt medium": [EXAMPLES / "train_gpt.py", "--size", "medium", "--batch", "4", "--steps", "42", "--log-every", "99"],
     # A step that computes four times as much with the same parameters: nearer to what is trained in earnest.
     "gpt medium, 4 x batch": [EXAMPLES / "train_gpt.py", "--size", "medium", "--batch", "16", "--steps", "27",

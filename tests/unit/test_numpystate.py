@@ -1,5 +1,6 @@
 """NumPy's state read cheaply is NumPy's state."""
 
+import pickle
 import sys
 import threading
 
@@ -14,8 +15,8 @@ from sdcrun.shim import numpystate
 def is_the_state(found):
     """`found` is what NumPy says itself, and what it takes."""
     right = np.random.get_state(legacy=False)
-    np.random.set_state(found)
-    return repr(found) == repr(right) == repr(np.random.get_state(legacy=False))
+    np.random.set_state(found.full())
+    return repr(found.full()) == repr(right) == repr(np.random.get_state(legacy=False))
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +48,53 @@ def test_whatever_is_drawn(drawings):
         assert is_the_state(numpystate.glance())
 
 
+@settings(max_examples=150)
+@given(
+    *[st.lists(st.sampled_from(sorted(DRAWINGS)), max_size=4)] * 3,
+    st.sampled_from([numpystate.exact, numpystate.glance]),
+)
+def test_whatever_was_drawn_it_is_put_back(before, between, after, read):
+    def draw(names):
+        for name in names:
+            DRAWINGS[name]()
+
+    draw(before)
+    saved, right = pickle.loads(pickle.dumps(read())), repr(np.random.get_state(legacy=False))
+    draw(between)
+    mine, own = read(), repr(np.random.get_state(legacy=False))
+    numpystate.restore(saved)
+    assert repr(np.random.get_state(legacy=False)) == right
+    draw(after)
+    numpystate.restore(mine)
+    assert repr(np.random.get_state(legacy=False)) == own
+
+
+def test_putting_back_asks_numpy_for_nothing_while_nobody_draws(monkeypatch):
+    np.random.seed(5)
+    here = numpystate.exact()
+    np.random.seed(6)
+    numpystate.exact()
+    for name in ("get_state", "set_state"):
+        monkeypatch.setattr(np.random, name, lambda *_: pytest.fail("copied word by word"))
+    numpystate.restore(here)
+    assert numpystate.glance() is here
+    monkeypatch.undo()
+    assert is_the_state(here)
+
+
 def test_while_nobody_draws_it_is_read_once(monkeypatch):
     np.random.seed(5)
     first = numpystate.glance()
-    monkeypatch.setattr(numpystate, "exact", lambda: pytest.fail("read again"))
+    monkeypatch.setattr(numpystate, "_told", lambda numpy: pytest.fail("read again"))
     assert all(numpystate.glance() is first for _ in range(3))
 
 
 def test_a_normal_number_that_is_kept_is_never_glanced_over():
     np.random.seed(5)
     np.random.randn()
-    assert numpystate.glance()["has_gauss"] == 1
+    assert numpystate.glance().full()["has_gauss"] == 1
     np.random.randn()
-    assert numpystate.glance()["has_gauss"] == 0
+    assert numpystate.glance().full()["has_gauss"] == 0
 
 
 @pytest.mark.filterwarnings("error")
@@ -76,18 +111,18 @@ def test_another_generator_in_its_place():
 
 
 def test_drawn_in_another_thread_while_it_is_read(monkeypatch):
-    read = numpystate.exact
+    told = numpystate._told
 
-    def slow():
+    def slow(numpy):
         thread = threading.Thread(target=np.random.rand)
         thread.start()
         thread.join()
-        return read()
+        return told(numpy)
 
     np.random.seed(7)
-    monkeypatch.setattr(numpystate, "exact", slow)
+    monkeypatch.setattr(numpystate, "_told", slow)
     assert is_the_state(numpystate.glance())
-    monkeypatch.setattr(numpystate, "exact", read)
+    monkeypatch.setattr(numpystate, "_told", told)
     assert is_the_state(numpystate.glance())
 
 

@@ -1,5 +1,6 @@
 """Record a backward and run it again in one process: equal bits, and nothing of it to be seen afterwards."""
 
+import gc
 import threading
 
 import pytest
@@ -306,3 +307,48 @@ def test_only_the_replaying_thread_is_muted(capsys):
         thread.join()
     print("after")
     assert capsys.readouterr().out == "somebody else\nafter\n"
+
+
+class Cyclic:
+    """Is freed by the collector of cycles, and says whether a replay was running then."""
+
+    freed = Probe()
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        self.freed.append(state.replaying())
+
+
+class Littering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, x):
+        Cyclic()
+        return self.a(x) + [[0.0] for _ in range(50)][0][0]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_finalizers_of_the_script_do_not_run_in_a_replay(collecting):
+    threshold = gc.get_threshold()
+    x, y = data()
+    try:
+        with Solo(Littering()) as solo:
+            F.cross_entropy(solo(x), y).backward()
+        parcel = solo.parcel()
+        gc.collect()
+        Cyclic.freed.clear()
+        (gc.enable if collecting else gc.disable)()
+        gc.set_threshold(1)
+        for _ in range(3):
+            replay(parcel.program, solo.guards, solo.recorder.local)
+        assert gc.isenabled() is collecting
+        gc.enable()
+        gc.collect()
+        assert list(Cyclic.freed) == [False] * 3
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()

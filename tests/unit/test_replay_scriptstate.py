@@ -18,6 +18,7 @@ from torch import nn
 from sdcrun.shim.replay import modulestate, scriptstate
 from sdcrun.shim.replay.run import replay
 from sdcrun.shim.replay.state import keep_in_replay
+from sdcrun.shim.replay.tree import Tree
 
 COUNT = 0
 HISTORY = []
@@ -288,7 +289,7 @@ def test_the_name_of_a_device_stays_the_replayers_own():
     """Ranks of one host name different devices; a replay on another's would not find its tensors there."""
     net = nn.Linear(6, 3)
     net.place, net.options, net.mode = "cuda:1", {"device": "cuda:1", "mode": "a"}, "a"
-    plain, _, _ = modulestate.state_before(net)
+    plain, _, _ = modulestate.state_before(Tree(net))
     net.place, net.options, net.mode = "cuda:0", {"device": "cuda:0", "mode": "b"}, "b"
-    modulestate.assign(net, plain)
+    modulestate.assign(Tree(net), plain)
     assert (net.place, net.options, net.mode) == ("cuda:0", {"device": "cuda:0", "mode": "a"}, "a")

@@ -18,6 +18,7 @@ from sdcrun.shim.replay import scriptstate, scriptvalues
 from sdcrun.shim.replay.generators import state_of
 from sdcrun.shim.replay.run import others_variables, replay
 from sdcrun.shim.replay.scriptstate import reach
+from sdcrun.shim.replay.tree import Tree
 
 TEMPERATURE = 1.0
 STEP = 0
@@ -254,9 +255,9 @@ def test_what_a_replay_could_not_put_back_is_refused(what):
 def test_a_place_that_this_rank_has_not_is_passed_over(monkeypatch):
     monkeypatch.setitem(sys.modules, "of_the_script", types.ModuleType("of_the_script"))
     net = Net()
-    reached = reach([net], [])
+    reached = reach([Tree(net)], [])
     values = {("of_the_script", "x"): 1, ("not_there", "x"): 1, (__name__, "f", "x"): 1, (__name__, "STEP"): 8}
     with ExitStack() as undo:
-        scriptvalues.place(values, reached, net, undo)
+        scriptvalues.place(values, reached, Tree(net), undo)
         assert STEP == 8
     assert STEP == 0 and not hasattr(sys.modules["of_the_script"], "x")

@@ -66,9 +66,11 @@ class GradientTable:
             hooks[key] = functools.partial(self._safely, self._read, name)
             hooks.update(item for item in others if not puts_fault(item[1]))
         else:
-            small = parameter.device.type == "cpu" and parameter.nbytes <= SMALL_BYTES and name not in self._keep
-            read = functools.partial(self._safely, self._read, name)
-            hook = self._holding(name, parameter.nbytes) if small else read
+            nbytes = parameter.nbytes
+            if nbytes <= SMALL_BYTES and parameter.device.type == "cpu" and name not in self._keep:
+                hook = self._holding(name, nbytes)
+            else:
+                hook = functools.partial(self._safely, self._read, name)
             # What register_hook() does for a leaf, at a third of the price.
             if hooks is None:
                 parameter._backward_hooks = OrderedDict({key: hook})

@@ -15,9 +15,9 @@ from torch.nn.modules import module as torch_module
 
 from sdcrun.shim.microbatch import tensors_of
 from sdcrun.shim.replay.state import kept_in_replay
+from sdcrun.shim.replay.tree import Tree
 
-_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
 )  # fmt: skip
@@ -25,22 +25,24 @@ _GLOBAL = (
 Place = tuple[str, str, int]
 
 
-def _registries(module: torch.nn.Module) -> Iterator[tuple[str, str, dict]]:
+def _registries(tree: Tree) -> Iterator[tuple[str, str, dict]]:
     """(submodule's name, registry's name, registry) of every registry that holds a hook, global ones included."""
     for kind in _GLOBAL:
         registry = getattr(torch_module, kind, None)
         if registry:
             yield "<global>", kind, registry
-    for name, part in module.named_modules():
-        for kind in (*_FORWARD, *_BACKWARD):
-            registry = vars(part).get(kind)
+    for name, part in tree.parts:
+        held = vars(part)
+        for kind in _OF_MODULES:
+            registry = held.get(kind)
             if registry:
                 yield name, kind, registry
 
 
 def hooks_of(part: torch.nn.Module) -> list[Callable]:
     """The hooks that somebody put on this module alone."""
-    return [hook for kind in (*_FORWARD, *_BACKWARD) for hook in (vars(part).get(kind) or {}).values()]
+    held = vars(part)
+    return [hook for kind in _OF_MODULES if held.get(kind) for hook in held[kind].values()]
 
 
 def _from_torch(hook: Callable) -> bool:
@@ -49,23 +51,23 @@ def _from_torch(hook: Callable) -> bool:
     return str(kind).split(".")[0] == "torch" or type(hook).__module__.split(".")[0] == "torch"
 
 
-def _user_hooks(module: torch.nn.Module) -> Iterator[tuple[Place, dict, int, Callable]]:
+def _user_hooks(tree: Tree) -> Iterator[tuple[Place, dict, int, Callable]]:
     """(place, registry, key, hook) of the user's hooks; positions count the user's only, so that ranks agree."""
-    for name, kind, registry in _registries(module):
+    for name, kind, registry in _registries(tree):
         users = [(k, hook) for k, hook in registry.items() if not (_from_torch(hook) or kept_in_replay(hook))]
         for position, (key, hook) in enumerate(users):
             yield (name, kind, position), registry, key, hook
 
 
 class HookWatch:
-    """Wraps every hook of `module` from construction until `stop`. `acting`: places of hooks that returned something;
-    `shown`: is told the tensors that onlookers see, while set."""
+    """Wraps every hook in a `tree` of modules from construction until `stop`. `acting`: places of hooks that returned
+    something; `shown`: is told the tensors that onlookers see, while set."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, tree: Tree) -> None:
         self.acting: set[Place] = set()
         self.shown: Callable[[torch.Tensor], None] | None = None
         self._undo: list[tuple[dict, int, Callable, Callable]] = []
-        for place, registry, key, hook in _user_hooks(module):
+        for place, registry, key, hook in _user_hooks(tree):
             registry[key] = wrapper = self._wrap(hook, place)
             self._undo.append((registry, key, hook, wrapper))
 
@@ -93,11 +95,11 @@ class HookWatch:
 
 @contextmanager
 def onlookers_silenced(
-    module: torch.nn.Module, acting: set[Place], shown: Callable[[torch.Tensor], None]
+    tree: Tree, acting: set[Place], shown: Callable[[torch.Tensor], None]
 ) -> Iterator[None]:
-    """Inside the block hooks of `module` that are not in `acting` only report the tensors they are shown."""
+    """Inside the block hooks in a `tree` of modules that are not in `acting` only report the tensors they are shown."""
     undo = []
-    for place, registry, key, hook in list(_user_hooks(module)):
+    for place, registry, key, hook in list(_user_hooks(tree)):
         if place in acting:
             continue
         forward = "backward" not in place[1]

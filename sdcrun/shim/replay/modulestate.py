@@ -9,21 +9,22 @@ from __future__ import annotations
 import collections
 import copy
 import hashlib
+import operator
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from sdcrun.shim.microbatch import dumps, tensors_of
+from sdcrun.shim.replay.tree import REGISTRIES, Tree
 
 _PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque, bytearray)
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _IN_PLACE = (*_MAPPINGS, list, set, collections.deque)
-REGISTRIES = frozenset(vars(torch.nn.Module()))
 _NAMED = ("_buffers", "_modules", "_parameters")
 LONGEST_LIST = 10_000
 DEEPEST = 4
@@ -57,20 +58,16 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _attributes(module: torch.nn.Module) -> Iterator[tuple[Key, Any]]:
-    for name, part in module.named_modules():
-        for attribute, value in vars(part).items():
-            if attribute == "training" or attribute not in REGISTRIES:
-                yield (name, attribute), value
-
-
-def state_before(module: torch.nn.Module) -> tuple[dict[Key, Any], dict[Key, torch.Tensor], dict[Key, bytes]]:
+def state_before(tree: Tree) -> tuple[dict[Key, Any], dict[Key, torch.Tensor], dict[Key, bytes]]:
     """What a forward may read, by (submodule's name, attribute): plain values (containers copied), tensors that are
     neither parameters nor buffers (a recurrent state, say), and digests of containers (see `opaque_digests`)."""
     plain: dict[Key, Any] = {}
     tensors: dict[Key, torch.Tensor] = {}
     digests: dict[Key, bytes] = {}
-    for key, value in _attributes(module):
+    for name, part in tree.parts:
+        plain[name, "training"] = part.training
+    for name, attribute, value in tree.attributes:
+        key = name, attribute
         if isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter):
                 tensors[key] = value
@@ -83,10 +80,10 @@ def state_before(module: torch.nn.Module) -> tuple[dict[Key, Any], dict[Key, tor
     return plain, tensors, digests
 
 
-def by_products(module: torch.nn.Module) -> list[torch.Tensor]:
+def by_products(tree: Tree) -> list[torch.Tensor]:
     """Tensors with a gradient that the forward left in attributes or containers (auxiliary losses), in fixed order."""
     found, seen = [], set()
-    for _, value in _attributes(module):
+    for _, _, value in tree.attributes:
         if isinstance(value, torch.Tensor) or (isinstance(value, (dict, list, tuple)) and value):
             for tensor in tensors_of(value):
                 if tensor.grad_fn is not None and id(tensor) not in seen:
@@ -95,12 +92,12 @@ def by_products(module: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def opaque_digests(module: torch.nn.Module) -> dict[Key, bytes]:
+def opaque_digests(tree: Tree) -> dict[Key, bytes]:
     """Digest of every container attribute that is not plain. A tensor in it counts by identity and version; tensors
     that hang on a graph are products of a forward, which the next one makes anew, and do not count."""
     return {
-        key: digest
-        for key, value in _attributes(module)
+        (name, attribute): digest
+        for name, attribute, value in tree.attributes
         if isinstance(value, _CONTAINERS) and not _is_plain(value) and (digest := _digest(value)) is not None
     }
 
@@ -126,9 +123,9 @@ def _without_products(value: Any) -> Any:
     return value
 
 
-def assign(module: torch.nn.Module, values: dict[Key, Any]) -> None:
+def assign(tree: Tree, values: dict[Key, Any]) -> None:
     """Sets attributes that differ; a container keeps its identity, and the name of a device stays this rank's."""
-    parts = dict(module.named_modules())
+    parts = dict(tree.parts)
     for (name, attribute), value in values.items():
         held = vars(parts[name])
         current = held.get(attribute)
@@ -168,10 +165,10 @@ def is_device(value: Any) -> bool:
     return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
 
 
-def silence_loggers(module: torch.nn.Module) -> None:
+def silence_loggers(tree: Tree) -> None:
     """Lightning's modules log into their trainer, outside of the module: a replay must not. To be used where attributes
     are put back afterwards."""
-    for part in module.modules():
+    for _, part in tree.parts:
         if any(base.__name__ == "LightningModule" for base in type(part).__mro__):
             for name in ("log", "log_dict", "print"):
                 vars(part)[name] = _nothing
@@ -182,26 +179,32 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def preserved(module: torch.nn.Module) -> Iterator[None]:
+def preserved(tree: Tree) -> Iterator[None]:
     """Puts every attribute of every submodule back as it was: rebound, added, deleted ones, and lists' contents."""
     before = []
-    for part in module.modules():
-        own = {key: value for key, value in vars(part).items() if key == "training" or key not in REGISTRIES}
-        contents = {key: list(value) for key, value in own.items() if type(value) is list}
-        before.append((part, own, contents, [set(vars(part)[name]) for name in _NAMED]))
+    for _, part in tree.parts:
+        held = vars(part)
+        lists = [(value, list(value)) for value in held.values() if type(value) is list]
+        before.append((held, dict(held), lists, [tuple(held[name]) for name in _NAMED]))
     try:
         yield
     finally:
-        for part, own, contents, names in before:
-            held = vars(part)
+        for held, own, lists, names in before:
             for name, known in zip(_NAMED, names):
-                for key in [key for key in held[name] if key not in known]:
-                    del held[name][key]
-            for key in [key for key in held if key not in own and key not in REGISTRIES]:
-                del held[key]
-            for key, value in own.items():
-                if key not in held or held[key] is not value:
-                    held[key] = value
-            for key, content in contents.items():
-                if len(own[key]) != len(content) or any(a is not b for a, b in zip(own[key], content)):
-                    own[key][:] = content
+                if tuple(held[name]) != known:
+                    for key in [key for key in held[name] if key not in known]:
+                        del held[name][key]
+            if held.keys() != own.keys() or not _same(held.values(), own.values()):
+                for key in [key for key in held if key not in own and key not in REGISTRIES]:
+                    del held[key]
+                for key, value in own.items():
+                    if (key == "training" or key not in REGISTRIES) and held.get(key, _nothing) is not value:
+                        held[key] = value
+            for value, content in lists:
+                if len(value) != len(content) or not _same(value, content):
+                    value[:] = content
+
+
+def _same(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Each of them is the very thing at the same place of the other."""
+    return all(map(operator.is_, one, other))

@@ -26,6 +26,7 @@ from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
 from sdcrun.shim.replay.scriptvalues import ScriptValues
 from sdcrun.shim.replay.tape import Tape, version_of
+from sdcrun.shim.replay.tree import Tree
 
 
 def _made_from(entry: Entry, made: set[Ref]) -> bool:
@@ -70,7 +71,7 @@ class Recorder:
         self._backward_inside = ""
 
     def _know(self, place: int) -> None:
-        for name, parameter in self.guards[place].module.named_parameters(remove_duplicate=False):
+        for name, _, _, parameter in Tree(self.guards[place].module).registered("_parameters"):
             self.tape.know(parameter, ("p", place, name))
 
     def _adopt(self, before: Recorder) -> None:
@@ -106,29 +107,29 @@ class Recorder:
         self.tape.stop()
         self.tape.forget_values()
         self._in_forward = True
-        module = guard.module
+        module, tree = guard.module, Tree(guard.module)
         call = Call(guard=place, random=random.shipped(), autocast=Autocast.now(), kernels=Kernels.now())
         local = self.local[guard.name] = Local.of(module)
-        token = Token(call, ScriptValues(scriptstate.reach([module], [local.forward]), module))
+        token = Token(call, ScriptValues(scriptstate.reach([tree], [local.forward]), tree))
         call.script = token.script.then
         call.epoch = self._casts.look(module)
         try:
             call.blob, call.uses = self._inputs((inputs, kwargs), token)
         except Exception as error:
             self.tape.hard.append(f"the inputs cannot be shipped: {type(error).__name__}: {error}"[:160])
-        for name, buffer in module.named_buffers(remove_duplicate=False):
+        for name, _, _, buffer in tree.registered("_buffers"):
             call.buffers[name] = self._frozen(buffer, call)
-        call.attributes, held, token.opaque = modulestate.state_before(module)
+        call.attributes, held, token.opaque = modulestate.state_before(tree)
         for key, tensor in held.items():
             if tensor.grad_fn is None:
                 call.held[key] = self._frozen(tensor, call)
         token.collectives = collective_counts()
-        token.versions = [version_of(p) for p in module.parameters()]
+        token.versions = list(map(version_of, tree.parameters()))
         call.compiled = local.compiled
         if not call.compiled and not hasattr(module, "_orig_mod"):
             watch = self._watches.get(place)
             if watch is None:
-                watch = self._watches[place] = HookWatch(module)
+                watch = self._watches[place] = HookWatch(tree)
             watch.shown = token.shown.append
             call.acting = watch.acting
         return token
@@ -162,7 +163,7 @@ class Recorder:
         """The module has returned `output`."""
         call, tape = token.call, self.tape
         self._in_forward = False
-        module = self.guards[call.guard].module
+        tree = Tree(self.guards[call.guard].module)
         watch = self._watches.get(call.guard)
         if watch is not None:
             watch.shown = None
@@ -170,18 +171,18 @@ class Recorder:
             tape.hard.append("collective operations inside the module's forward")
         before = token.opaque
         changed = sorted(
-            ".".join(key) for key, digest in modulestate.opaque_digests(module).items() if before.get(key) != digest
+            ".".join(key) for key, digest in modulestate.opaque_digests(tree).items() if before.get(key) != digest
         )
         if changed:
             tape.hard.append(f"the forward changes {changed[0]}, which cannot be shipped")
         if (name := token.script.changed()) is not None:
             tape.hard.append(f"the forward changes {name} of the script, which would not be put back")
         self._tokens[id(call)] = token
-        if [version_of(p) for p in module.parameters()] != token.versions:
+        if list(map(version_of, tree.parameters())) != token.versions:
             tape.hard.append("the forward changes its own parameters in place")
         outputs = tensors_of(output)
         call.outs = [tape.make(tensor) for tensor in outputs]
-        for tensor in (*modulestate.by_products(module), *token.shown):
+        for tensor in (*modulestate.by_products(tree), *token.shown):
             call.outs.append(tape.make(tensor, weak=True))
         token.shown.clear()
         for tensor, ref in zip(outputs, call.outs):
@@ -307,7 +308,7 @@ class Recorder:
     def _stale(self, entries: list[Entry]) -> str | None:
         for entry in entries:
             if isinstance(entry, Call):
-                now = [version_of(p) for p in self.guards[entry.guard].module.parameters()]
+                now = list(map(version_of, Tree(self.guards[entry.guard].module).parameters()))
                 if now != self._tokens[id(entry)].versions:
                     return "the weights were changed between a forward and its backward"
         return None

@@ -8,13 +8,13 @@ reducer never learns of it. Random states, autocast, attributes, hooks and modes
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
@@ -29,6 +29,7 @@ from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.muted import muted
 from sdcrun.shim.replay.program import FORWARD, Apply, Backward, Call, Gradient, Op, Program, Ref, operator
 from sdcrun.shim.replay.state import replay_scope
+from sdcrun.shim.replay.tree import Registered, Tree
 
 
 class NotReplayable(RuntimeError):
@@ -66,13 +67,13 @@ def others_variables(program: Program, guards: list, local: dict[str, Local]) ->
     """Whether the owner of `program` has other variables of the script than this rank, where its forward can see them.
     To be asked after a replay: the modules are here."""
     here = {guard.name: guard.module for guard in guards}
-    calls = [(entry, here[program.names[entry.guard]]) for entry in program.entries if isinstance(entry, Call)]
-    reached = _reach([module for _, module in calls], local)
-    return any(scriptvalues.differ(call.script, reached, module) for call, module in calls)
+    calls = [(entry, Tree(here[program.names[entry.guard]])) for entry in program.entries if isinstance(entry, Call)]
+    reached = _reach([tree for _, tree in calls], local)
+    return any(scriptvalues.differ(call.script, reached, tree) for call, tree in calls)
 
 
-def _reach(modules: list[torch.nn.Module], local: dict[str, Local]) -> scriptstate.Reach:
-    return scriptstate.reach(modules, [one.forward for one in local.values()])
+def _reach(trees: list[Tree], local: dict[str, Local]) -> scriptstate.Reach:
+    return scriptstate.reach(trees, [one.forward for one in local.values()])
 
 
 class _Run:
@@ -91,10 +92,9 @@ class _Run:
         self.values: dict[Ref, torch.Tensor] = {}
         self.shown: list[torch.Tensor] = []
         self.epoch = 0
-        self.device = next(
-            (p.device for place in self._places() for p in self.guards[place].module.parameters()),
-            torch.device("cpu"),
-        )
+        self.trees = {place: Tree(self.guards[place].module) for place in self._places()}
+        parameters = (p for tree in self.trees.values() for p in tree.parameters())
+        self.device = next((p.device for p in parameters), torch.device("cpu"))
 
     def _places(self) -> list[int]:
         used = {entry.guard for entry in self.program.entries if isinstance(entry, Call)}
@@ -104,8 +104,9 @@ class _Run:
     def run(self) -> Result:
         """See `replay`."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_collected_later())
             stack.enter_context(replay_scope())
-            stack.callback(Random.now().restore)
+            stack.callback(Random.now(exact=False).restore)
             stack.enter_context(muted())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -117,10 +118,10 @@ class _Run:
             if self.program.strict:
                 stack.enter_context(strict_kernels())
             stack.callback(self.table.drop)
-            modules = [self.guards[place].module for place in self._places()]
-            self.reach = _reach(modules, self.local)
-            stack.enter_context(scriptstate.preserved(modules, self.reach))
-            for place in self._places():
+            trees = list(self.trees.values())
+            self.reach = _reach(trees, self.local)
+            stack.enter_context(scriptstate.preserved(trees, self.reach))
+            for place in self.trees:
                 self._swap(stack, place)
             self.stack = stack
             for entry in self.program.entries:
@@ -135,13 +136,13 @@ class _Run:
         return self.result
 
     def _swap(self, stack: contextlib.ExitStack, place: int) -> None:
-        guard = self.guards[place]
-        module = guard.module
+        tree = self.trees[place]
         aliases: dict[int, torch.nn.Parameter] = {}
         trained: list[torch.nn.Parameter] = []
         freeing = OrderedDict({"sdcrun": _free})
         shadows, copies = {}, {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameters, buffers = tree.registered("_parameters"), tree.registered("_buffers")
+        for name, _, _, parameter in parameters:
             if id(parameter) not in aliases:
                 alias = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                 vars(alias).update(vars(parameter))
@@ -151,17 +152,18 @@ class _Run:
                     # What register_post_accumulate_grad_hook() does, with one dict for all.
                     alias._post_accumulate_grad_hooks = freeing
             shadows[name] = aliases[id(parameter)]
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            copies.setdefault(id(buffer), buffer.detach().clone())
+        for name, _, _, buffer in buffers:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
             self.buffers.setdefault(place, {})[name] = copies[id(buffer)]
         self.shadows[place] = shadows
         stack.enter_context(_without_gradients(trained))
-        stack.enter_context(modulestate.preserved(module))
-        modulestate.silence_loggers(module)
-        stack.enter_context(_reparametrize_module(module, {**shadows, **self.buffers.get(place, {})}))
+        stack.enter_context(modulestate.preserved(tree))
+        modulestate.silence_loggers(tree)
+        stack.enter_context(_exchanged([*parameters, *buffers], aliases | copies))
         acting = [e.acting for e in self.program.entries if isinstance(e, Call) and e.guard == place]
         if acting and all(places is not None for places in acting):
-            stack.enter_context(onlookers_silenced(module, set().union(*acting), lambda t: self.shown.append(t)))
+            stack.enter_context(onlookers_silenced(tree, set().union(*acting), lambda t: self.shown.append(t)))
 
     def _resolve(self, ref: Ref) -> torch.Tensor:
         ref = tuple(ref)
@@ -199,18 +201,19 @@ class _Run:
         self.values.update(zip(entry.outs, results))
 
     def _call(self, call: Call) -> list[torch.Tensor]:
-        module = self.guards[call.guard].module
+        tree = self.trees[call.guard]
+        module = tree.module
         args, kwargs = loads(call.blob, self._resolve, self.device)
         with torch.no_grad():
             for name, ref in call.buffers.items():
                 self._set_buffer(module, self.buffers.get(call.guard, {}).get(name), name, self._resolve(ref))
         local = self.local.get(self.guards[call.guard].name, Local())
-        modulestate.assign(module, call.attributes)
+        modulestate.assign(tree, call.attributes)
         variables = call.script if self.owners else call.moved
-        scriptvalues.place(variables, self.reach, module, self.stack)
+        scriptvalues.place(variables, self.reach, tree, self.stack)
         if local.forward is not None:
             vars(module)["forward"] = local.forward
-        modulestate.assign(module, {key: self._resolve(ref) for key, ref in call.held.items()})
+        modulestate.assign(tree, {key: self._resolve(ref) for key, ref in call.held.items()})
         if call.epoch != self.epoch:
             torch.clear_autocast_cache()
             self.epoch = call.epoch
@@ -225,10 +228,12 @@ class _Run:
                 output = self._compiled(call, local, args, kwargs)
             else:
                 output = module(*args, **kwargs)
+        # The forward may have made modules.
+        tree = self.trees[call.guard] = Tree(module)
         outputs = tensors_of(output)
         if self.program.kind == FORWARD:
             self.result.finite &= all(map(all_finite, outputs))
-        return [*outputs, *modulestate.by_products(module), *self.shown]
+        return [*outputs, *modulestate.by_products(tree), *self.shown]
 
     @staticmethod
     def _set_buffer(module: torch.nn.Module, copy: torch.Tensor | None, name: str, value: torch.Tensor) -> None:
@@ -295,6 +300,31 @@ def _overriding(totals: list[tuple[int, torch.Tensor]]):
         return tuple(changed)
 
     return prehook
+
+
+@contextlib.contextmanager
+def _exchanged(places: list[Registered], others: dict[int, torch.Tensor]):
+    """Inside the block these modules have other tensors in the place of their own, found by the identity of those."""
+    try:
+        for _, registry, key, tensor in places:
+            registry[key] = others[id(tensor)]
+        yield
+    finally:
+        for _, registry, key, tensor in places:
+            registry[key] = tensor
+
+
+@contextlib.contextmanager
+def _collected_later():
+    """No finalizer of the script's runs among what belongs to a replay; and looking for unreachable objects several
+    times in an audit costs a hundredth of it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import torch
 
 from sdcrun.shim.replay.generators import is_generator, set_state, state_of
 from sdcrun.shim.replay.hooks import hooks_of
-from sdcrun.shim.replay.modulestate import REGISTRIES
+from sdcrun.shim.replay.tree import REGISTRIES, Tree
 
 LONGEST = 10_000  # items of a container; of a longer list only the length is noted
 MOST = 100_000  # items of all containers outside the modules together
@@ -365,11 +365,12 @@ def slots(cls: type) -> list[types.MemberDescriptorType]:
 _known: list[tuple[list, Reach]] = []
 
 
-def reach(modules: list[torch.nn.Module], forwards: list) -> Reach:
-    """What a run of `modules` can reach, and `forwards` that stand in for theirs (None: none does)."""
-    parts = _parts(modules)
-    kept = [value for part in parts for name, value in vars(part).items() if name not in REGISTRIES]
-    sources = list({cls: None for one in (*parts, *filter(has_attributes, kept)) for cls in type(one).__mro__})
+def reach(trees: list[Tree], forwards: list) -> Reach:
+    """What a run of the modules in `trees` can reach, and `forwards` that stand in for theirs (None: none does)."""
+    parts = _parts(trees)
+    kept = [value for tree in trees for _, _, value in tree.attributes if type(value) not in _FIXED]
+    kinds = dict.fromkeys(map(type, (*parts, *filter(has_attributes, kept))))
+    sources = list({cls: None for kind in kinds for cls in kind.__mro__})
     functions = [*forwards, *(function for part in parts for function in (vars(part).get("forward"), *hooks_of(part)))]
     functions = [getattr(function, "__func__", function) for function in functions if function is not None]
     wanted = [*sources, *functions]
@@ -381,21 +382,21 @@ def reach(modules: list[torch.nn.Module], forwards: list) -> Reach:
     return _known[0][1]
 
 
-def _parts(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    return list({id(part): part for module in modules for part in module.modules()}.values())
+def _parts(trees: list[Tree]) -> list[torch.nn.Module]:
+    return list({id(part): part for tree in trees for _, part in tree.parts}.values())
 
 
 @contextmanager
-def preserved(modules: list[torch.nn.Module], reached: Reach) -> Iterator[None]:
-    """Inside the block `modules` may run, which reach `reached`; behind it the script's variables are as they were."""
-    parts = _parts(modules)
+def preserved(trees: list[Tree], reached: Reach) -> Iterator[None]:
+    """Inside the block the modules in `trees` may run, which reach `reached`; behind it the script's variables are as
+    they were."""
+    parts = _parts(trees)
     outside, inside = Notes(MOST, parts), Notes(math.inf, parts)
     reached.note(outside)
     # A replay starts from the owner's attributes: all that it may set is put back.
-    for part in parts:
-        for name, value in vars(part).items():
-            if name not in REGISTRIES:
-                inside.contents(value)
+    for tree in trees:
+        for _, _, value in tree.attributes:
+            inside.contents(value)
     with ExitStack() as stack:
         for put_back in (*outside.undo, *inside.undo):
             stack.callback(put_back)

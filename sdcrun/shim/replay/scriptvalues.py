@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sdcrun.shim.replay.generators import is_generator, set_state, state_of
-from sdcrun.shim.replay.modulestate import REGISTRIES, is_device
+from sdcrun.shim.replay.modulestate import is_device
 from sdcrun.shim.replay.scriptstate import (
     DEEPEST,
     LARGEST,
@@ -29,6 +29,7 @@ from sdcrun.shim.replay.scriptstate import (
     has_attributes,
     slots,
 )
+from sdcrun.shim.replay.tree import Tree
 
 LONGEST_LIST = 100  # longer ones are histories
 LONGEST_TEXT = 1000
@@ -77,21 +78,18 @@ class _Variable:
             object.__setattr__(holder, name, value)
 
 
-def _variables(reach: Reach, module: torch.nn.Module) -> Iterator[_Variable]:
-    """The variables within a `reach`, and those in objects that `module` keeps (a configuration); then what is in their
-    containers and objects, each of which is looked into once."""
+def _variables(reach: Reach, tree: Tree) -> Iterator[_Variable]:
+    """The variables within a `reach`, and those in objects that the modules of `tree` keep (a configuration); then what
+    is in their containers and objects, each of which is looked into once."""
     found = [_Variable(address, around.get(address[-1], MISSING), around, address[-1])
              for address, around in reach.globals.items()]  # fmt: skip
     found += [_Variable(address, content(cell), cell, None) for address, cell in reach.free.items()]
     found += [_Variable(address, vars(cls).get(address[2], MISSING), cls, address[2])
               for address, cls in reach.classes.items() if cls is not None]  # fmt: skip
     yield from found
-    for place, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name in REGISTRIES or type(value) in _SCALARS:
-                continue
-            if has_attributes(value) or is_generator(value):
-                found.append(_Variable(("", place, name), value, None, None))
+    for place, name, value in tree.attributes:
+        if type(value) not in _SCALARS and (has_attributes(value) or is_generator(value)):
+            found.append(_Variable(("", place, name), value, None, None))
     room, seen, depth = MOST, set(), 0
     while found and depth < DEEPEST:
         inner = [variable for outer in found for variable in _inside(outer, seen)][: max(room, 0)]
@@ -139,13 +137,13 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 class ScriptValues:
-    """The numbers and texts that a forward of `module` finds within its `reach`, in `then`, by address."""
+    """The numbers and texts that a forward of the modules in `tree` finds within its `reach`, in `then`, by address."""
 
-    def __init__(self, reach: Reach, module: torch.nn.Module) -> None:
-        self._reach, self._module = reach, module
+    def __init__(self, reach: Reach, tree: Tree) -> None:
+        self._reach, self._module = reach, tree.module
         self._large: list[tuple[str, torch.Tensor, int]] = []
         self.then: Values = {}
-        for variable in _variables(reach, module):
+        for variable in _variables(reach, tree):
             if _travels(variable.value):
                 self.then[variable.address] = variable.value
             elif isinstance(variable.value, torch.nn.Module):
@@ -159,7 +157,7 @@ class ScriptValues:
 
     def moved(self) -> Values:
         """Where the script has put another value since: the value from then."""
-        now = {v.address: v.value for v in _variables(self._reach, self._module)}
+        now = {v.address: v.value for v in _variables(self._reach, Tree(self._module))}
         return {
             address: value for address, value in self.then.items()
             if address in now and not is_device(now[address]) and _differ(now[address], value)
@@ -171,7 +169,7 @@ class ScriptValues:
         return next((name for name, tensor, version in self._large if tensor._version != version), None)
 
 
-def place(values: Values, reach: Reach, module: torch.nn.Module, undo: ExitStack) -> None:
+def place(values: Values, reach: Reach, tree: Tree, undo: ExitStack) -> None:
     """Puts values where they belong in this rank, as far as it has such places; `undo` puts its own back."""
     changed = []
 
@@ -180,7 +178,7 @@ def place(values: Values, reach: Reach, module: torch.nn.Module, undo: ExitStack
             variable.put(variable.value)
 
     undo.callback(put_back)
-    for variable in _variables(reach, module) if values else ():
+    for variable in _variables(reach, tree) if values else ():
         value = values.get(variable.address, MISSING)
         absent = variable.value is MISSING and not isinstance(variable.holder, dict)
         if not absent and value is not MISSING and _differ(variable.value, value) and not is_device(variable.value):
@@ -188,9 +186,9 @@ def place(values: Values, reach: Reach, module: torch.nn.Module, undo: ExitStack
             variable.put(value)
 
 
-def differ(values: Values, reach: Reach, module: torch.nn.Module) -> bool:
+def differ(values: Values, reach: Reach, tree: Tree) -> bool:
     """Whether this rank has other values."""
     return any(
         variable.address in values and _differ(variable.value, values[variable.address])
-        for variable in _variables(reach, module)
+        for variable in _variables(reach, tree)
     )

@@ -287,7 +287,7 @@ class Tape:
         for tensor in written:
             self._own_base(tensor)
         blob, uses = self.pickled((args, kwargs))
-        drawn = Random.now().shipped() if torch.Tag.nondeterministic_seeded in function.tags else None
+        drawn = Random.of_torch().shipped() if torch.Tag.nondeterministic_seeded in function.tags else None
         return blob, uses, written, drawn
 
     def _received(self, function: Any, args: tuple) -> None:
