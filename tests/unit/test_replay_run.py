@@ -300,7 +300,7 @@ def test_loggers_of_lightning_modules_are_silent_in_a_replay():
 
 
 def test_only_the_replaying_thread_is_muted(capsys):
-    with muted():
+    with state.replay_scope(), muted():
         print("replay")
         thread = threading.Thread(target=print, args=("somebody else",))
         thread.start()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from replaykit import Solo
 from torch import nn
 
-from sdcrun.shim.replay import modulestate, scriptstate
+from sdcrun.shim.replay import modulestate, scriptobjects, scriptstate
 from sdcrun.shim.replay.run import replay
 from sdcrun.shim.replay.state import keep_in_replay
 from sdcrun.shim.replay.tree import Tree
@@ -30,7 +30,7 @@ SHAPES = set()
 DRAWS = torch.Generator().manual_seed(3)
 OLD_DRAWS = random.Random(3)
 NEW_DRAWS = np.random.default_rng(3)
-LONG = list(range(scriptstate.LONGEST + 1))
+LONG = list(range(scriptobjects.LONGEST + 1))
 
 
 class Meter:

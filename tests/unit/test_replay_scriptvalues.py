@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from replaykit import Solo
 from torch import nn
 
-from sdcrun.shim.replay import scriptstate, scriptvalues
+from sdcrun.shim.replay import scriptobjects, scriptvalues
 from sdcrun.shim.replay.generators import state_of
 from sdcrun.shim.replay.run import others_variables, replay
 from sdcrun.shim.replay.scriptstate import reach
@@ -224,7 +224,7 @@ def test_all_of_the_owners_variables_for_a_forward_that_depends_on_the_rank(monk
     assert (TEMPERATURE, DEVICE) == (3.0, "cuda:0")
 
 
-LARGE = torch.zeros(scriptstate.LARGEST // 4 + 1)
+LARGE = torch.zeros(scriptobjects.LARGEST // 4 + 1)
 AVERAGE = nn.Linear(2, 2).requires_grad_(False)
 SPARSE = torch.eye(3).to_sparse()
 

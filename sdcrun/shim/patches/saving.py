@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sdcrun.shim import boot
 from sdcrun.shim.checkpoints import loads
 from sdcrun.shim.patches.afterimport import AfterImport
+from sdcrun.shim.replay.muted import keeps_files
 
 _originals: list[tuple[object, str, object]] = []
 _watch: AfterImport | None = None
@@ -68,6 +69,8 @@ def install(runtime) -> None:
 
     def make_save(original):
         def save(obj, f, *args, **kwargs):
+            if isinstance(f, (str, os.PathLike)) and keeps_files():
+                return None
             if idle() or _foreign_caller(2):
                 return original(obj, f, *args, **kwargs)
 
@@ -90,6 +93,8 @@ def install(runtime) -> None:
 
     def make_save_file(original):
         def save_file(tensors, filename, *args, **kwargs):
+            if keeps_files():
+                return None
             if idle():
                 return original(tensors, filename, *args, **kwargs)
 

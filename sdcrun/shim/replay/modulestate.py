@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import copy
 import hashlib
+import io
 import operator
-import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sdcrun.shim.microbatch import dumps, tensors_of
+from sdcrun.shim.replay.muted import Muted
 from sdcrun.shim.replay.tree import REGISTRIES, Tree
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -107,7 +108,8 @@ def _digest(value: Any) -> bytes | None:
         return None
     try:
         content = dumps(_without_products(value), lambda tensor: (id(tensor), tensor._version))
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+    except Exception:
+        # Whatever is in it may have its own way of saying that it cannot be pickled.
         return None
     return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -180,13 +182,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def preserved(tree: Tree) -> Iterator[None]:
-    """Puts every attribute of every submodule back as it was: rebound, added, deleted ones, and lists' contents."""
-    before = []
-    for _, part in tree.parts:
+    """Puts every attribute of every submodule back as it was: rebound, added, deleted ones, and lists' contents. Inside
+    the block files are such as a replay does not write into."""
+    before, parts = [], dict(tree.parts)
+    for part in parts.values():
         held = vars(part)
         lists = [(value, list(value)) for value in held.values() if type(value) is list]
         before.append((held, dict(held), lists, [tuple(held[name]) for name in _NAMED]))
     try:
+        for name, attribute, value in tree.attributes:
+            if isinstance(value, io.IOBase):
+                vars(parts[name])[attribute] = Muted(value)
         yield
     finally:
         for held, own, lists, names in before:

@@ -19,7 +19,7 @@ from sdcrun.shim.replay.case import Case, Token
 from sdcrun.shim.replay.castcache import CastCache
 from sdcrun.shim.replay.collect import GradientTable, weights_digests, weights_rows
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
-from sdcrun.shim.replay.graph import reaches
+from sdcrun.shim.replay.fallback import Output, through_outputs
 from sdcrun.shim.replay.hooks import HookWatch
 from sdcrun.shim.replay.kernels import Kernels
 from sdcrun.shim.replay.local import Local
@@ -55,7 +55,7 @@ class Recorder:
         self.local: dict[str, Local] = {}
         self._casts = CastCache()
         self._watches: dict[int, HookWatch] = {}
-        self._outputs: list[tuple[Ref, torch.Tensor, int, Any, int]] = []
+        self._outputs: list[Output] = []
         self._hooks: list = []
         self._compared: list[torch.Tensor] = []
         self._tokens: dict[int, Token] = {}
@@ -83,7 +83,7 @@ class Recorder:
                 entries.append(entry)
                 made.update(entry.outs)
         self.tape.adopt(before.tape, entries)
-        self._outputs = [output for output in before._outputs if output[0] in made]
+        self._outputs = [output for output in before._outputs if output.ref in made]
         for entry in entries:
             linked = before._linked.get(id(entry))
             if linked is not None and _made_from(linked, made):
@@ -171,8 +171,9 @@ class Recorder:
             tape.hard.append("collective operations inside the module's forward")
         before = token.opaque
         changed = sorted(
-            ".".join(key) for key, digest in modulestate.opaque_digests(tree).items() if before.get(key) != digest
-        )
+            ".".join(filter(None, key))
+            for key, digest in modulestate.opaque_digests(tree).items() if before.get(key) != digest
+        )  # fmt: skip
         if changed:
             tape.hard.append(f"the forward changes {changed[0]}, which cannot be shipped")
         if (name := token.script.changed()) is not None:
@@ -187,7 +188,7 @@ class Recorder:
         token.shown.clear()
         for tensor, ref in zip(outputs, call.outs):
             if tensor.grad_fn is not None:
-                self._outputs.append((ref, tensor, version_of(tensor), tensor.grad_fn, tensor.output_nr))
+                self._outputs.append(Output.of(ref, tensor))
         tape.entries.append(call)
         if token.linked is not None:
             blob, computed = token.linked
@@ -283,26 +284,15 @@ class Recorder:
         return kept, ""
 
     def _fallback(self, roots: list[torch.Tensor], backward: Backward, why: str) -> Program | str:
-        nodes = {node for _, _, _, node, _ in self._outputs}
-        met, outside = reaches(roots, nodes, set(self.tape.parameters))
-        if outside:
-            return f"{why}; and gradients flow into parameters by other ways than the module's outputs"
-        if not met:
-            return f"{why}; and no output of a guarded module leads to this backward"
-        outs = {ref for ref, _, _, node, _ in self._outputs if node in met}
-        calls = [entry for entry in self.tape.entries if isinstance(entry, Call) and outs.intersection(entry.outs)]
-        needed = [ref for call in calls for ref in call.uses]
-        # What follows the last call is the script's own and cannot have changed what the calls computed.
-        last = next(i for i, entry in enumerate(self.tape.entries) if entry is calls[-1])
-        kept = prune(self.tape.entries[: last + 1], [*outs, *needed], self.tape.alias)
-        if any(not isinstance(entry, Call) for entry in kept):
-            return f"{why}; and one module's input is computed from another's output"
-        for ref, tensor, version, node, place in self._outputs:
-            if ref in outs:
-                self._hooks.append(node.register_prehook(self._seeing(backward, ref, place)))
-                if version_of(tensor) == version:
-                    backward.outputs.append(ref)
-                    self._compared.append(tensor)
+        found = through_outputs(self.tape, self._outputs, roots)
+        if isinstance(found, str):
+            return f"{why}; and {found}"
+        kept, leading = found
+        for output in leading:
+            self._hooks.append(output.node.register_prehook(self._seeing(backward, output)))
+            if output.intact:
+                backward.outputs.append(output.ref)
+                self._compared.append(output.tensor)
         return self._stale(kept) or self._program(roots, [*kept, backward], FALLBACK, why)
 
     def _stale(self, entries: list[Entry]) -> str | None:
@@ -313,10 +303,11 @@ class Recorder:
                     return "the weights were changed between a forward and its backward"
         return None
 
-    def _seeing(self, backward: Backward, ref: Ref, place: int) -> Callable:
+    def _seeing(self, backward: Backward, output: Output) -> Callable:
         def prehook(gradients):
-            if gradients[place] is not None:
-                backward.given.append((ref, self.tape.by_value(gradients[place].detach())))
+            gradient = gradients[output.place]
+            if gradient is not None:
+                backward.given.append((output.ref, self.tape.by_value(gradient.detach())))
 
         return prehook
 

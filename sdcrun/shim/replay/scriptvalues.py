@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +17,19 @@ from typing import Any
 import torch
 
 from sdcrun.shim.replay.generators import is_generator, set_state, state_of
+from sdcrun.shim.replay.irrevocable import Irrevocable
 from sdcrun.shim.replay.modulestate import is_device
-from sdcrun.shim.replay.scriptstate import (
+from sdcrun.shim.replay.scriptobjects import (
     DEEPEST,
     LARGEST,
     LONGEST,
     MISSING,
-    Reach,
     base_of,
     content,
     has_attributes,
     slots,
 )
+from sdcrun.shim.replay.scriptstate import Reach
 from sdcrun.shim.replay.tree import Tree
 
 LONGEST_LIST = 100  # longer ones are histories
@@ -141,19 +142,24 @@ class ScriptValues:
 
     def __init__(self, reach: Reach, tree: Tree) -> None:
         self._reach, self._module = reach, tree.module
-        self._large: list[tuple[str, torch.Tensor, int]] = []
+        self._irrevocable = Irrevocable()
         self.then: Values = {}
         for variable in _variables(reach, tree):
             if _travels(variable.value):
                 self.then[variable.address] = variable.value
-            elif isinstance(variable.value, torch.nn.Module):
-                self._watch(variable, variable.value.parameters())
-            elif isinstance(variable.value, torch.Tensor) and _large(variable.value):
-                self._watch(variable, [variable.value])
+            else:
+                self._watch(reach, variable.address[2 if variable.address[-1] == "class" else -1], variable.value)
+        for _, name, value in tree.attributes:
+            if type(value) not in _SCALARS and not isinstance(value, (torch.nn.Module, torch.Tensor)):
+                self._watch(reach, name, value)
 
-    def _watch(self, variable: _Variable, tensors: Iterable[torch.Tensor]) -> None:
-        name = str(variable.address[2 if variable.address[-1] == "class" else -1])
-        self._large += [(name, tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    def _watch(self, reach: Reach, name: Any, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            self._irrevocable.tensors(str(name), value.parameters())
+        elif isinstance(value, torch.Tensor):
+            self._irrevocable.tensors(str(name), [value] if _large(value) else [])
+        elif name in reach.used or not isinstance(name, str):
+            self._irrevocable.thing(str(name), value)
 
     def moved(self) -> Values:
         """Where the script has put another value since: the value from then."""
@@ -164,9 +170,8 @@ class ScriptValues:
         }  # fmt: skip
 
     def changed(self) -> str | None:
-        """The name of a tensor, or of a module, whose values have changed since and would not be put back after a
-        replay."""
-        return next((name for name, tensor, version in self._large if tensor._version != version), None)
+        """The name of something that has changed since and would not be put back after a replay."""
+        return self._irrevocable.changed()
 
 
 def place(values: Values, reach: Reach, tree: Tree, undo: ExitStack) -> None:

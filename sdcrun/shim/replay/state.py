@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _depth = 0
+_thread = 0
 
 
 def replaying() -> bool:
@@ -13,11 +15,16 @@ def replaying() -> bool:
     return _depth > 0
 
 
+def replaying_here() -> bool:
+    """True while this thread computes a micro-batch again; what others do then is done for the script."""
+    return _depth > 0 and threading.get_ident() == _thread
+
+
 @contextmanager
 def replay_scope() -> Iterator[None]:
     """Marks the block as a replay."""
-    global _depth
-    _depth += 1
+    global _depth, _thread
+    _depth, _thread = _depth + 1, threading.get_ident()
     try:
         yield
     finally:
