@@ -45,6 +45,16 @@ def table(results: list[dict[str, Any]]) -> str:
                     f"+{row['peak_extra_mib']['median']:.0f} MiB |"
                 )
             lines.append("")
+        elif result["bench"] == "twins":
+            lines += ["| twins in one process | ranks | step | plain step | audit step | vote step | at 100/10 |",
+                      "|---|---|---|---|---|---|---|"]  # fmt: skip
+            for row in result["figures"]:
+                kinds = (_ratio(row[kind], 3) for kind in ("plain_step", "audit_step", "vote_step"))
+                lines.append(
+                    f"| {row['script']} | {row['ranks']} | {row['step_ms']:.0f} ms | {' | '.join(kinds)} | "
+                    f"{row['percent_at_100_10']:.1f} % |"
+                )
+            lines.append("")
         elif result["bench"] == "growth":
             lines += ["| in forwards and backwards | ranks | of ms | every step | audit: ship | compare | a vote |",
                       "|---|---|---|---|---|---|---|"]  # fmt: skip
@@ -62,8 +72,9 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _ratio(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
+def _ratio(spread: dict[str, float], digits: int = 2) -> str:
+    middle, low, high = (f"{spread[key]:.{digits}f}" for key in ("median", "low", "high"))
+    return f"{middle} ({low} to {high})"
 
 
 def _percent(spread: dict[str, float]) -> str:

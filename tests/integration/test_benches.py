@@ -44,6 +44,25 @@ def test_a_step_counts_as_what_was_done_in_it(bench):
     assert steps.usual(rows, set()) == 1.0 and steps.usual(rows, {"audit"}) == 9.0
 
 
+def test_twins(bench, tmp_path):
+    twins = bench("bench_twins")
+    found = twins.figure("gpt small", "small", 2, 60, tmp_path, ranks=2)
+    assert found["step_ms"] > 0 and found["steps"] == 60
+    for kind in ("plain_step", "audit_step", "vote_step"):
+        assert 0 < found[kind]["low"] <= found[kind]["median"] <= found[kind]["high"] < math.inf
+    assert found["audit_step"]["median"] > 1.3 * found["plain_step"]["median"]
+    table = bench("run").table([{"bench": "twins", "figures": [found]}])
+    assert "| gpt small | 2 | " in table and len(table.splitlines()) == 3
+
+
+def test_a_guarded_step_is_divided_by_the_plain_ones_around_it(bench):
+    twins = bench("bench_twins")
+    assert [step for step in range(40) if "audit" in twins.kinds(step)] == [0, 10, 20, 30]
+    assert [step for step in range(40) if "vote" in twins.kinds(step)] == [0, 7, 14, 21, 28, 35]
+    times = {"guarded": [6.0 if step % 10 == 0 else 3.0 for step in range(40)], "plain": [1.0, 3.0] * 20}
+    assert twins.ratios(times, {"audit"}) == [3.0] * 3 and twins.ratios(times, set()) == [1.5] * 24
+
+
 def test_growth(bench, tmp_path):
     growth = bench("bench_growth")
     script = ["--steps", str(growth.STEPS), "--log-every", "1000"]

@@ -96,7 +96,7 @@ class Program:
     `kind`: FULL (the script's loss is recomputed), FALLBACK (starts its backward from the recorded gradients of the
     module's outputs) or FORWARD (no backward); `why` it is not FULL. `position`: place of this backward among the
     `window` backwards of the window (from 0). `strict`: to be run with deterministic kernels.
-    `own_functions`: custom autograd Functions take part, so that collectives must be looked for.
+    `own_functions`: custom autograd Functions take part, so that collectives must be looked for. `rank`: the owner's.
     """
 
     entries: list[Entry]
@@ -109,6 +109,7 @@ class Program:
     window: int = 1
     strict: bool = False
     own_functions: bool = False
+    rank: int = 0
 
 
 def operator(name: str) -> Any:

@@ -236,6 +236,22 @@ def other_computation_on_one_rank(rank):
     return classify(DDP(ByRank()))
 
 
+def is_main():
+    return dist.get_rank() == 0
+
+
+class AsksForTheRank(Net):
+    """The same, as torch says."""
+
+    def forward(self, x):
+        return super().forward(x * 1.01 if is_main() else x)
+
+
+@idiom(WHOLE)
+def other_computation_on_the_main_rank(rank):
+    return classify(DDP(AsksForTheRank()))
+
+
 class Collecting(Net):
     """Counts its calls and collects what it saw in variables of the script."""
 
