@@ -20,7 +20,7 @@ import torch
 
 from sdcrun.shim.microbatch import dumps, tensors_of
 from sdcrun.shim.replay.muted import Muted
-from sdcrun.shim.replay.tree import REGISTRIES, Tree
+from sdcrun.shim.replay.tree import REGISTRIES, Tree, registry_of
 
 _PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque, bytearray)
@@ -66,7 +66,9 @@ def state_before(tree: Tree) -> tuple[dict[Key, Any], dict[Key, torch.Tensor], d
     tensors: dict[Key, torch.Tensor] = {}
     digests: dict[Key, bytes] = {}
     for name, part in tree.parts:
-        plain[name, "training"] = part.training
+        # A scripted module keeps it elsewhere.
+        if "training" in vars(part):
+            plain[name, "training"] = part.training
     for name, attribute, value in tree.attributes:
         key = name, attribute
         if isinstance(value, torch.Tensor):
@@ -188,18 +190,19 @@ def preserved(tree: Tree) -> Iterator[None]:
     for part in parts.values():
         held = vars(part)
         lists = [(value, list(value)) for value in held.values() if type(value) is list]
-        before.append((held, dict(held), lists, [tuple(held[name]) for name in _NAMED]))
+        named = [registry_of(part, name) for name in _NAMED]
+        before.append((held, dict(held), lists, [(registry, tuple(registry.keys())) for registry in named]))
     try:
         for name, attribute, value in tree.attributes:
             if isinstance(value, io.IOBase):
                 vars(parts[name])[attribute] = Muted(value)
         yield
     finally:
-        for held, own, lists, names in before:
-            for name, known in zip(_NAMED, names):
-                if tuple(held[name]) != known:
-                    for key in [key for key in held[name] if key not in known]:
-                        del held[name][key]
+        for held, own, lists, named in before:
+            for registry, known in named:
+                if tuple(registry.keys()) != known:
+                    for key in [key for key in registry if key not in known]:
+                        del registry[key]
             if held.keys() != own.keys() or not _same(held.values(), own.values()):
                 for key in [key for key in held if key not in own and key not in REGISTRIES]:
                     del held[key]

@@ -166,7 +166,8 @@ class Notes:
             if part is value or id(part) not in self._seen:
                 self._seen.add(id(part))
                 self._mapping(vars(part))
-                self._mapping(part._buffers)
+                if isinstance(part._buffers, dict):  # a scripted module's is none and cannot be emptied
+                    self._mapping(part._buffers)
                 inner += [item for name, item in vars(part).items() if name not in REGISTRIES]
                 for buffer in part._buffers.values():
                     # BatchNorm's statistics move without a change of their version.

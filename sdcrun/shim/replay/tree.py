@@ -11,6 +11,12 @@ import torch
 REGISTRIES = frozenset(vars(torch.nn.Module()))
 
 
+def registry_of(module: torch.nn.Module, name: str) -> dict[str, Any]:
+    """What `module` has registered as "_parameters", "_buffers" or "_modules"; a traced module makes it when asked."""
+    held = vars(module).get(name)
+    return getattr(module, name) if held is None else held
+
+
 class Registered(NamedTuple):
     """A parameter or a buffer: its name, and where it is registered."""
 
@@ -35,7 +41,7 @@ class Tree:
                 continue
             seen.add(id(part))
             self.parts.append((name, part))
-            children = vars(part)["_modules"]
+            children = registry_of(part, "_modules")
             if children:
                 prefix = f"{name}." if name else ""
                 pending += [(prefix + key, child) for key, child in children.items() if child is not None][::-1]
@@ -52,11 +58,11 @@ class Tree:
         """All of "_parameters" or "_buffers"; one that is shared comes with each of the modules that have it."""
         return [
             Registered(f"{name}.{key}" if name else key, held, key, tensor)
-            for name, part in self.parts if (held := vars(part)[registry])
+            for name, part in self.parts if (held := registry_of(part, registry))
             for key, tensor in held.items() if tensor is not None
         ]  # fmt: skip
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Each once, in the order of `parameters()`."""
-        found = {id(p): p for _, part in self.parts for p in vars(part)["_parameters"].values() if p is not None}
+        found = {id(p): p for _, part in self.parts for p in registry_of(part, "_parameters").values() if p is not None}
         return list(found.values())
