@@ -144,3 +144,38 @@ def test_what_cannot_be_pickled_in_a_container_of_the_module_does_not_matter():
 def test_an_iterator_at_its_end(monkeypatch):
     monkeypatch.setitem(globals(), "THING", used_up())
     assert reason(Global(lambda value: next(value, None))) is None
+
+
+def follow_in_place(teacher, student):
+    for old, new in zip(teacher.parameters(), student.parameters()):
+        old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+def follow(teacher, student):
+    for old, new in zip(teacher.parameters(), student.parameters()):
+        old.data = 0.9 * old.data + 0.1 * new.data
+
+
+class Student(nn.Module):
+    def __init__(self, kept, follows):
+        super().__init__()
+        self.a, self.follows = nn.Linear(6, 3), follows
+        teacher = nn.Linear(6, 3).requires_grad_(False)
+        if kept == "hidden":
+            vars(self)["teacher"] = teacher
+        else:
+            self.teacher = teacher if kept == "part" else [teacher]
+
+    def forward(self, x):
+        teacher = self.teacher[0] if isinstance(self.teacher, list) else self.teacher
+        if self.follows:
+            self.follows(teacher, self.a)
+        return self.a(x) - teacher(x)
+
+
+@pytest.mark.parametrize("kept", ["part", "hidden", "listed"])
+@pytest.mark.parametrize("follows", [follow, follow_in_place, None])
+def test_a_teacher_that_follows_without_a_change_of_version(kept, follows):
+    why = reason(Student(kept, follows))
+    assert (why is None) == (follows is None)
+    assert follows is None or why.startswith("the forward changes its own" if kept == "part" else "the forward changes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sdcrun.shim.replay.irrevocable import Contents
 from sdcrun.shim.replay.program import Call, Program, Ref
 from sdcrun.shim.replay.scriptvalues import ScriptValues
 
@@ -11,7 +12,7 @@ from sdcrun.shim.replay.scriptvalues import ScriptValues
 class Token:
     """What `before_forward` hands to `after_forward`. `linked`: the arguments pickled with references to what the
     program computes instead of values, and those references; None where that is the same. `script`: the script's
-    variables as the forward finds them."""
+    variables as the forward finds them; `untrained`: parameters that nobody trains."""
 
     def __init__(self, call: Call, script: ScriptValues) -> None:
         self.call, self.script = call, script
@@ -20,6 +21,7 @@ class Token:
         self.linked: tuple[bytes, list[Ref]] | None = None
         self.opaque: dict = {}
         self.versions: list[int] = []
+        self.untrained: Contents | None = None
 
 
 class Case:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sdcrun.shim.fingerprint import fingerprints
 from sdcrun.shim.replay.generators import is_generator
 from sdcrun.shim.replay.scriptobjects import DEEPEST, has_attributes
 
@@ -27,16 +28,39 @@ _SCALARS = (bool, int, float, complex, str, bytes)
 Marks = list[Any]
 
 
+class Contents:
+    """What is in those of some tensors that nobody trains, as it is now: a teacher follows its student by way of
+    `.data`, which no version shows."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [
+            tensor for tensor in tensors
+            if not tensor.requires_grad and tensor.layout is torch.strided and tensor.device.type != "meta"
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        ]  # fmt: skip
+        self._then = self._now()
+
+    def _now(self) -> list:
+        return fingerprints([t.detach() for t in self._tensors]).tolist() if self._tensors else []
+
+    def changed(self) -> bool:
+        """Whether something else is in one of them."""
+        return self._now() != self._then
+
+
 class Irrevocable:
     """The things that a forward which begins now could change for good."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[str, torch.Tensor, int]] = []
+        self._contents: list[tuple[str, Contents]] = []
         self._things: list[tuple[str, Callable[[], Marks], Marks]] = []
         self._seen: set[int] = set()
 
     def tensors(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """These are not copied for a replay."""
+        tensors = list(tensors)
+        self._contents.append((name, Contents(tensors)))
         self._tensors += [(name, tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def thing(self, name: str, value: Any) -> None:
@@ -52,6 +76,7 @@ class Irrevocable:
         """The name of one that has changed since; asked once, nothing is kept alive for longer."""
         things, self._things = self._things, []
         names = [name for name, tensor, version in self._tensors if tensor._version != version]
+        names += [name for name, contents in self._contents if contents.changed()]
         names += [name for name, read, before in things if not _alike(before, read())]
         return names[0] if names else None
 

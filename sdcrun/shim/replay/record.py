@@ -21,6 +21,7 @@ from sdcrun.shim.replay.collect import GradientTable, weights_digests, weights_r
 from sdcrun.shim.replay.collectives import collective_counts, has_own_functions
 from sdcrun.shim.replay.fallback import Output, through_outputs
 from sdcrun.shim.replay.hooks import HookWatch
+from sdcrun.shim.replay.irrevocable import Contents
 from sdcrun.shim.replay.kernels import Kernels
 from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.ownrank import rank_here
@@ -126,6 +127,7 @@ class Recorder:
                 call.held[key] = self._frozen(tensor, call)
         token.collectives = collective_counts()
         token.versions = list(map(version_of, tree.parameters()))
+        token.untrained = Contents(tree.parameters())
         call.compiled = local.compiled
         if not call.compiled and not hasattr(module, "_orig_mod"):
             watch = self._watches.get(place)
@@ -180,7 +182,7 @@ class Recorder:
         if (name := token.script.changed()) is not None:
             tape.hard.append(f"the forward changes {name} of the script, which would not be put back")
         self._tokens[id(call)] = token
-        if list(map(version_of, tree.parameters())) != token.versions:
+        if list(map(version_of, tree.parameters())) != token.versions or token.untrained.changed():
             tape.hard.append("the forward changes its own parameters in place")
         outputs = tensors_of(output)
         call.outs = [tape.make(tensor) for tensor in outputs]

@@ -150,8 +150,13 @@ class ScriptValues:
             else:
                 self._watch(reach, variable.address[2 if variable.address[-1] == "class" else -1], variable.value)
         for _, name, value in tree.attributes:
-            if type(value) not in _SCALARS and not isinstance(value, (torch.nn.Module, torch.Tensor)):
+            if type(value) not in _SCALARS and not isinstance(value, torch.Tensor):
                 self._watch(reach, name, value)
+                # A teacher that shall be no part of the module is often kept in a list.
+                items = value.values() if isinstance(value, dict) else value
+                for item in items if isinstance(value, (dict, list, tuple)) and len(value) <= LONGEST_LIST else ():
+                    if isinstance(item, torch.nn.Module):
+                        self._watch(reach, name, item)
 
     def _watch(self, reach: Reach, name: Any, value: Any) -> None:
         if isinstance(value, torch.nn.Module):
