@@ -18,6 +18,7 @@ from sdcrun.shim.replay.state import kept_in_replay
 from sdcrun.shim.replay.tree import Tree
 
 _OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ABOUT_THEM = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _GLOBAL = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
 )  # fmt: skip
@@ -91,6 +92,21 @@ class HookWatch:
             if registry.get(key) is wrapper:
                 registry[key] = hook
         self._undo.clear()
+
+
+@contextmanager
+def preserved(tree: Tree) -> Iterator[None]:
+    """Behind the block the hooks on the modules of `tree` are those from before: a forward may put on some of its own."""
+    parts = [vars(part) for _, part in tree.parts]
+    registries = [held[kind] for held in parts for kind in (*_OF_MODULES, *_ABOUT_THEM) if held.get(kind) is not None]
+    before = [tuple(registry.items()) if registry else () for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, kept in zip(registries, before):
+            if registry.keys() != dict(kept).keys():
+                registry.clear()
+                registry.update(kept)
 
 
 @contextmanager

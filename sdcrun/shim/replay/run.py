@@ -19,12 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
 from sdcrun.shim.patches import autograd
-from sdcrun.shim.replay import modulestate, scriptstate, scriptvalues
+from sdcrun.shim.replay import hooks, modulestate, scriptstate, scriptvalues
 from sdcrun.shim.replay.collect import GradientTable, dense, values_table
 from sdcrun.shim.replay.collectives import NoCollectives
 from sdcrun.shim.replay.compiled import set_eval_frame
 from sdcrun.shim.replay.determinism import strict_kernels
-from sdcrun.shim.replay.hooks import onlookers_silenced
 from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.muted import muted
 from sdcrun.shim.replay.ownrank import rank_here, told_rank
@@ -163,11 +162,12 @@ class _Run:
         self.shadows[place] = shadows
         stack.enter_context(_without_gradients(trained))
         stack.enter_context(modulestate.preserved(tree))
+        stack.enter_context(hooks.preserved(tree))
         modulestate.silence_loggers(tree)
         stack.enter_context(_exchanged([*parameters, *buffers], aliases | copies))
         acting = [e.acting for e in self.program.entries if isinstance(e, Call) and e.guard == place]
         if acting and all(places is not None for places in acting):
-            stack.enter_context(onlookers_silenced(tree, set().union(*acting), lambda t: self.shown.append(t)))
+            stack.enter_context(hooks.onlookers_silenced(tree, set().union(*acting), lambda t: self.shown.append(t)))
 
     def _resolve(self, ref: Ref) -> torch.Tensor:
         ref = tuple(ref)
