@@ -16,7 +16,7 @@ from torch import nn
 
 from sdcrun.shim.replay import scriptobjects, scriptvalues
 from sdcrun.shim.replay.generators import state_of
-from sdcrun.shim.replay.run import others_variables, replay
+from sdcrun.shim.replay.run import replay
 from sdcrun.shim.replay.scriptstate import reach
 from sdcrun.shim.replay.tree import Tree
 
@@ -215,10 +215,8 @@ def test_all_of_the_owners_variables_for_a_forward_that_depends_on_the_rank(monk
     program, guards, local = parcel.program, solo.guards, solo.recorder.local
     monkeypatch.setitem(globals(), "STEP", 0)
     assert replay(program, guards, local).table == parcel.expected
-    assert not others_variables(program, guards, local)
     monkeypatch.setitem(globals(), "TEMPERATURE", 3.0)
     monkeypatch.setitem(globals(), "DEVICE", "cuda:0")
-    assert others_variables(program, guards, local)
     assert replay(program, guards, local).table != parcel.expected
     assert replay(program, guards, local, owners=True).table == parcel.expected
     assert (TEMPERATURE, DEVICE) == (3.0, "cuda:0")

@@ -52,7 +52,6 @@ def replays(monkeypatch):
     """`compute(own, owners)` compares micro-batches of rank 1 with what their replays give, in turn, with this rank's
     own variables of the script and with the owner's; a list of these has what was not asked for."""
     audit, _ = rounds_of(others=0)
-    monkeypatch.setattr(rounds, "others_variables", lambda *_: True)
 
     def compute(own, owners=()):
         left = {False: list(own), True: list(owners)}
@@ -83,9 +82,3 @@ def test_what_came_out_without_the_owners_variables_once_is_a_fault_later(replay
     compute, by_rank = replays
     assert compute([RIGHT]) == (True, []) and by_rank.cleared == {1}
     assert compute([WRONG]) == (False, []) and not by_rank.owners
-
-
-def test_a_rank_that_has_the_same_variables_is_at_fault(replays, monkeypatch):
-    compute, _ = replays
-    monkeypatch.setattr(rounds, "others_variables", lambda *_: False)
-    assert compute([WRONG]) == (False, [])

@@ -17,12 +17,11 @@ import torch
 
 from sdcrun.core import attribute, ballot, topology
 from sdcrun.core.audit import ARBITER, OWN, REPEAT, RING, Audit, Comparison, Difference
-from sdcrun.shim import boot
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.microbatch import to_bytes
 from sdcrun.shim.replay.collectives import CollectiveRefused
-from sdcrun.shim.replay.run import NotReplayable, Result, others_variables, replay
+from sdcrun.shim.replay.run import NotReplayable, Result, replay
 from sdcrun.shim.transport import BallotFailed
 
 SENT_BYTES = 16 << 20
@@ -268,12 +267,6 @@ class Rounds:
     def _explained(self, parcel: Parcel, first: Result) -> Result:
         """`first` differs from the owner's result. That is no fault if the owner's bits come with the owner's variables
         of the script, and the same other bits again without them: the forward depends on the rank."""
-        try:
-            if not others_variables(parcel.program, self.guards, self.local):
-                return first
-        except Exception as error:
-            boot.trace(f"variables of the script: {error!r}")
-            return first
         theirs = self._replay(parcel, owners=True)
         if isinstance(theirs, str) or self._differs(parcel, theirs):
             return first

@@ -26,7 +26,7 @@ from sdcrun.shim.replay.compiled import set_eval_frame
 from sdcrun.shim.replay.determinism import strict_kernels
 from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.muted import muted
-from sdcrun.shim.replay.ownrank import rank_here, told_rank
+from sdcrun.shim.replay.ownrank import told
 from sdcrun.shim.replay.program import FORWARD, Apply, Backward, Call, Gradient, Op, Program, Ref, operator
 from sdcrun.shim.replay.state import replay_scope
 from sdcrun.shim.replay.tree import Registered, Tree
@@ -61,16 +61,6 @@ def replay(
     program's own (out of memory, say).
     """
     return _Run(program, guards, local, keep, trace, owners).run()
-
-
-def others_variables(program: Program, guards: list, local: dict[str, Local]) -> bool:
-    """Whether the owner of `program` has other variables of the script than this rank, or another rank, where its
-    forward can see them. To be asked after a replay: the modules are here."""
-    here = {guard.name: guard.module for guard in guards}
-    calls = [(entry, Tree(here[program.names[entry.guard]])) for entry in program.entries if isinstance(entry, Call)]
-    reached = _reach([tree for _, tree in calls], local)
-    told = "get_rank" in reached.used and program.rank != rank_here()
-    return told or any(scriptvalues.differ(call.script, reached, tree) for call, tree in calls)
 
 
 def _reach(trees: list[Tree], local: dict[str, Local]) -> scriptstate.Reach:
@@ -115,7 +105,7 @@ class _Run:
             stack.enter_context(Autocast.off().applied())
             stack.enter_context(_own_cast_cache())
             if self.owners:
-                stack.enter_context(told_rank(self.program.rank))
+                stack.enter_context(told(self.program.place))
             if self.program.own_functions:
                 stack.enter_context(NoCollectives())
             if self.program.strict:

@@ -194,11 +194,3 @@ def place(values: Values, reach: Reach, tree: Tree, undo: ExitStack) -> None:
         if not absent and value is not MISSING and _differ(variable.value, value) and not is_device(variable.value):
             changed.append(variable)
             variable.put(value)
-
-
-def differ(values: Values, reach: Reach, tree: Tree) -> bool:
-    """Whether this rank has other values."""
-    return any(
-        variable.address in values and _differ(variable.value, values[variable.address])
-        for variable in _variables(reach, tree)
-    )
