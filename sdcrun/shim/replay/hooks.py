@@ -96,7 +96,7 @@ class HookWatch:
 
 @contextmanager
 def preserved(tree: Tree) -> Iterator[None]:
-    """Behind the block the hooks on the modules of `tree` are those from before: a forward may put on some of its own."""
+    """Behind the block the hooks on the modules of `tree` are those from before: a forward may register its own."""
     parts = [vars(part) for _, part in tree.parts]
     registries = [held[kind] for held in parts for kind in (*_OF_MODULES, *_ABOUT_THEM) if held.get(kind) is not None]
     before = [tuple(registry.items()) if registry else () for registry in registries]

@@ -1,4 +1,4 @@
-"""Numbers and texts of the script that a forward reads from outside its module: a temperature, a step, a setting.
+"""Values of the script that a forward reads from outside its module: a temperature, a step, a table of scales.
 
 Every rank has its own, and they are the same by the time of a replay, with two exceptions. What the script has moved
 between the forward and the update is put in for the replay. And where a forward depends on the rank, a replay on
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sdcrun.shim.replay.filling import Filling, fill, filling_of
 from sdcrun.shim.replay.generators import is_generator, set_state, state_of
 from sdcrun.shim.replay.irrevocable import Irrevocable
 from sdcrun.shim.replay.modulestate import is_device
@@ -52,7 +53,7 @@ Values = dict[tuple, Any]
 @dataclass
 class _Variable:
     """One place that holds a value: `name` in `holder`, a dict, a list, a class, a cell or an object; or the state of
-    `holder`, a generator of random numbers."""
+    `holder`, a generator of random numbers, or what is in `holder`, a tensor or an array."""
 
     address: tuple
     value: Any
@@ -64,6 +65,9 @@ class _Variable:
         holder, name = self.holder, self.name
         if isinstance(value, Draws):
             set_state(holder, value.state)
+            return
+        if isinstance(value, Filling):
+            fill(holder, value)
             return
         if isinstance(holder, types.CellType):
             holder.cell_contents = value
@@ -102,9 +106,13 @@ def _variables(reach: Reach, tree: Tree) -> Iterator[_Variable]:
 
 def _inside(outer: _Variable, seen: set[int]) -> list[_Variable]:
     value, inner = outer.value, []
-    if type(value) in _SCALARS or id(value) in seen or isinstance(value, (Draws, *_CLOSED)):
+    if type(value) in _SCALARS or id(value) in seen or isinstance(value, (Draws, Filling)):
         return inner
     seen.add(id(value))
+    if (filling := filling_of(value)) is not None:
+        return [_Variable((outer.address, "filling"), filling, value, None)]
+    if isinstance(value, _CLOSED):
+        return inner
     if is_generator(value):
         return [_Variable((outer.address, "state"), Draws(state_of(value)), value, None)]
     if isinstance(value, dict) and len(value) <= LONGEST:
@@ -126,7 +134,7 @@ def _travels(value: Any) -> bool:
         return len(value) <= LONGEST_LIST and all(map(_travels, value))
     if type(value) in (str, bytes):
         return len(value) <= LONGEST_TEXT and not is_device(value)
-    return type(value) in _SCALARS or type(value) is Draws
+    return type(value) in _SCALARS or type(value) in (Draws, Filling)
 
 
 def _large(tensor: torch.Tensor) -> bool:
@@ -138,7 +146,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 class ScriptValues:
-    """The numbers and texts that a forward of the modules in `tree` finds within its `reach`, in `then`, by address."""
+    """The values that a forward of the modules in `tree` finds within its `reach`, in `then`, by address."""
 
     def __init__(self, reach: Reach, tree: Tree) -> None:
         self._reach, self._module = reach, tree.module
