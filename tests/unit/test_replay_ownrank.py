@@ -1,5 +1,6 @@
 """A replay can be told the rank of the micro-batch's owner; nobody else is."""
 
+import functools
 import os
 import threading
 
@@ -50,13 +51,18 @@ def test_without_a_process_group(monkeypatch):
     assert (vars(dist.ProcessGroup)["rank"], vars(type(os.environ))["__getitem__"]) == before
 
 
+@functools.cache
+def remembered():
+    return get_rank()
+
+
 class Asks(nn.Module):
     def __init__(self):
         super().__init__()
         self.a = nn.Linear(6, 3)
 
     def forward(self, x):
-        return self.a(x * (1 + get_rank())) * int(os.environ["RANK"])
+        return self.a(x * (1 + get_rank()) + remembered()) * int(os.environ["RANK"])
 
 
 def test_a_forward_that_asks_is_told_where_the_owners_variables_are_put_in(world, monkeypatch):
@@ -68,6 +74,10 @@ def test_a_forward_that_asks_is_told_where_the_owners_variables_are_put_in(world
     parcel = solo.parcel()
     monkeypatch.undo()
     monkeypatch.setenv("RANK", "0")
+    remembered.cache_clear()
+    assert remembered() == 0
+    kept = remembered
     local = solo.recorder.local
     assert replay(parcel.program, solo.guards, local).table != parcel.expected
     assert replay(parcel.program, solo.guards, local, owners=True).table == parcel.expected
+    assert remembered is kept and remembered() == 0

@@ -114,6 +114,8 @@ class _Run:
             trees = list(self.trees.values())
             self.reach = _reach(trees, self.local)
             stack.enter_context(scriptstate.preserved(trees, self.reach))
+            if self.owners:
+                stack.enter_context(self.reach.uncached())
             for place in self.trees:
                 self._swap(stack, place)
             self.stack = stack

@@ -8,6 +8,7 @@ hooks, and the functions and classes of the script that these use; libraries' ow
 from __future__ import annotations
 
 import dis
+import functools
 import math
 import sys
 import types
@@ -35,6 +36,7 @@ from sdcrun.shim.replay.tree import Tree
 MOST = 100_000  # items of all containers outside the modules together
 KNOWN = 4
 
+_CACHED = type(functools.cache(len))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 # (module, name) of a global; (module, function, variable) of what a function has from around it; (module, class,
@@ -129,6 +131,21 @@ class Reach:
                 self._class(value)
         elif is_scripts(type(value)):
             self._class(type(value))
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Inside the block functions that remember what they have returned (this process's rank) compute it again."""
+        cached = [
+            (around, name, around[name]) for (_, name), around in self.names.items()
+            if isinstance(around.get(name), _CACHED)
+        ]  # fmt: skip
+        for around, name, function in cached:
+            around[name] = function.__wrapped__
+        try:
+            yield
+        finally:
+            for around, name, function in cached:
+                around[name] = function
 
     def note(self, notes: Notes) -> None:
         """Adds all of it, as it is now."""
