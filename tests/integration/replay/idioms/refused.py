@@ -41,7 +41,7 @@ class Diary(Net):
         return super().forward(x)
 
 
-@idiom("the forward changes .diary")
+@idiom("the forward changes diary")
 def opaque_state(rank):
     return classify(DDP(Diary()))
 
