@@ -23,8 +23,12 @@ def guard_of(module, name=""):
     )
 
 
-# Sees what a replay does: a list of the script's, and an object of its classes, would be put back as they were before.
-Probe = collections.UserList
+class Probe(collections.UserList):
+    """Sees what a replay does: a list of the script's, and an object of its classes, would be put back as they were
+    before; nobody looks into an object of a library for what it holds in others."""
+
+
+Probe.__module__ = "numpy"
 
 
 class Net(nn.Module):

@@ -1,8 +1,11 @@
 """A forward that changes what nobody can put back is not replayed; one that leaves it alone is."""
 
+import collections
 import itertools
 import queue
+import sqlite3
 import threading
+import weakref
 
 import pytest
 import torch.nn.functional as F
@@ -43,6 +46,12 @@ def local():
     return made
 
 
+def database():
+    made = sqlite3.connect(":memory:")
+    made.execute("create table t (n)")
+    return made
+
+
 def advance(value):
     value.n += 1
 
@@ -62,6 +71,13 @@ THINGS = {
     "simple queue": (queue.SimpleQueue, lambda value: value.put(1)),
     "bar": (bar, advance),
     "local": (local, advance),
+    "list of a library": (collections.UserList, lambda value: value.append(1)),
+    "dict of a library": (lambda: collections.UserDict(n=1), lambda value: value.update(n=2)),
+    "weak dict": (weakref.WeakKeyDictionary, lambda value: value.update({queue.Queue: 1})),
+    "file to read": (lambda: open(__file__), lambda value: value.readline()),
+    "file to iterate over": (lambda: open(__file__, "rb"), next),
+    "text to iterate over": (lambda: open(__file__), next),
+    "database": (database, lambda value: value.execute("insert into t values (1)")),
 }
 # Where an iterator does not show its place, having the name of one is enough.
 OPAQUE = {"cycle"}

@@ -6,6 +6,7 @@ where an iterator stands, which values an object of a library holds.
 
 from __future__ import annotations
 
+import collections
 import io
 import itertools
 import operator
@@ -18,11 +19,12 @@ import torch
 
 from sdcrun.shim.fingerprint import fingerprints
 from sdcrun.shim.replay.generators import is_generator
-from sdcrun.shim.replay.scriptobjects import DEEPEST, has_attributes
+from sdcrun.shim.replay.scriptobjects import DEEPEST, LONGEST, has_attributes
 
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _ELSEWHERE = (torch.Tensor, torch.nn.Module, dict, list, tuple, set, frozenset, io.IOBase)
 _AROUND_OTHERS = (map, filter, zip, enumerate)
+_OF_CONTAINERS = ("collections", "weakref", "_weakrefset", "_thread")
 _SCALARS = (bool, int, float, complex, str, bytes)
 
 Marks = list[Any]
@@ -66,7 +68,8 @@ class Irrevocable:
     def thing(self, name: str, value: Any) -> None:
         """An iterator or an object of a library; anything else is passed over."""
         if value is None or id(value) in self._seen or isinstance(value, (*_SCALARS, *_CODE, *_ELSEWHERE)):
-            return
+            if not _is_read(value):
+                return
         self._seen.add(id(value))
         read = _reader(value)
         if read is not None:
@@ -87,12 +90,40 @@ def _alike(one: Marks, other: Marks) -> bool:
     )
 
 
+def _is_read(value: Any) -> bool:
+    """A file that its readers advance; one that is only written into is no such."""
+    in_memory = isinstance(value, (io.StringIO, io.BytesIO))
+    return isinstance(value, io.IOBase) and not (in_memory or value.closed) and value.readable() and value.seekable()
+
+
+def _offset(file: Any) -> Marks:
+    try:
+        return [file.tell()]
+    except (OSError, ValueError):
+        # Under iteration, or closed: never at the same place again.
+        return [object()]
+
+
+def _held(values: dict) -> Marks:
+    """What an object holds, and what is in its containers."""
+    inner = [list(value.items() if isinstance(value, dict) else value) for value in values.values()
+             if isinstance(value, (dict, list, set, collections.deque)) and len(value) <= LONGEST]  # fmt: skip
+    flat = [mark for items in inner for item in items for mark in (item if type(item) is tuple else (item,))]
+    return [*values.values(), *map(len, inner), *flat]
+
+
 def _reader(value: Any) -> Callable[[], Marks] | None:
     """What tells whether `value` was used, or None if it is no such thing."""
+    if isinstance(value, io.IOBase):
+        return lambda: _offset(value)
+    if hasattr(type(value), "total_changes"):
+        return lambda: [value.total_changes]
     if is_generator(value) or has_attributes(value):
         return None
     kind = type(value)
     held = kind.__dictoffset__ or isinstance(value, threading.local)
+    if kind.__module__ in _OF_CONTAINERS and held:
+        return lambda: _held(vars(value))
     if held or hasattr(kind, "qsize"):
         queued = [value.qsize] if hasattr(kind, "qsize") else []
         return lambda: [*(vars(value).values() if held else ()), *(size() for size in queued)]

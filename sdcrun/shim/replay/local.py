@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextvars
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from sdcrun.shim.replay import compiled
 @dataclass
 class Local:
     """`callback`: dynamo's, in force when the forward was called. `forward`: what stood in for the module's forward
-    then, where a framework puts another function there for the length of one call (a training step, say)."""
+    then, where a framework puts another function there for the length of one call (a training step, say). `context`:
+    the variables of the module contextvars that it ran under."""
 
     callback: Any = None
     forward: Any = None
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Local:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import copy
 import hashlib
-import io
 import operator
 import re
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from sdcrun.shim.microbatch import dumps, tensors_of
-from sdcrun.shim.replay.muted import Muted
+from sdcrun.shim.replay.muted import stand_in
 from sdcrun.shim.replay.tree import REGISTRIES, Tree, registry_of
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -194,8 +193,8 @@ def preserved(tree: Tree) -> Iterator[None]:
         before.append((held, dict(held), lists, [(registry, tuple(registry.keys())) for registry in named]))
     try:
         for name, attribute, value in tree.attributes:
-            if isinstance(value, io.IOBase):
-                vars(parts[name])[attribute] = Muted(value)
+            if not isinstance(value, _PLAIN) and (instead := stand_in(value)) is not None:
+                vars(parts[name])[attribute] = instead
         yield
     finally:
         for held, own, lists, named in before:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sdcrun.shim.replay.generators import is_generator, set_state, state_of
-from sdcrun.shim.replay.muted import Muted
+from sdcrun.shim.replay.muted import stand_in
 from sdcrun.shim.replay.scriptobjects import (
     CODE,
     DEEPEST,
@@ -74,8 +74,8 @@ class Notes:
     def _bound(self, value: Any, put_back: Undo, put: Callable[[Any], None]) -> None:
         if not isinstance(value, CODE):
             self._undo(put_back)
-            if isinstance(value, io.IOBase):
-                put(Muted(value))
+            if (instead := stand_in(value)) is not None:
+                put(instead)
             else:
                 self.contents(value)
 
@@ -90,7 +90,7 @@ class Notes:
             self._tensor(value)
         elif isinstance(value, torch.nn.Module):
             inner = self._module(value)
-        elif kind.__name__ == "ndarray":
+        elif kind.__name__ in ("ndarray", "memmap"):
             self._array(value)
         elif is_generator(value):
             self._undo(functools.partial(set_state, value, state_of(value)))
@@ -101,6 +101,8 @@ class Notes:
                 inner = self._sequence(value)
             if has_attributes(value):
                 inner = inner + self._attributes(value)
+            elif kind.__dictoffset__ and not isinstance(value, dict):
+                self._files(vars(value))
         self._room -= len(inner)
         for item in inner:
             self.contents(item, depth + 1)
@@ -121,8 +123,8 @@ class Notes:
 
         self._undo(put_back)
         for name, item in kept:
-            if isinstance(item, io.IOBase):
-                base.__setitem__(value, name, Muted(item))
+            if (instead := stand_in(item)) is not None:
+                base.__setitem__(value, name, instead)
         return [item for _, item in kept]
 
     def _sequence(self, value: Any) -> list:
@@ -143,7 +145,25 @@ class Notes:
             (base.update if base is set else base.extend)(value, kept)
 
         self._undo(put_back)
+        if base is list and any(isinstance(item, io.IOBase) for item in kept):
+            list.__setitem__(value, slice(None), [item if (new := stand_in(item)) is None else new for item in kept])
         return kept
+
+    def _files(self, held: dict) -> None:
+        """Those that an object of a library writes into."""
+        for name, item in list(held.items()):
+            if (instead := stand_in(item)) is not None:
+                self._undo(functools.partial(held.__setitem__, name, item))
+                held[name] = instead
+
+    def defaults(self, function: types.FunctionType) -> None:
+        """Those of a function's arguments."""
+        kept = function.__defaults__
+        if kept and (instead := stand_in(kept)) is not None:
+            self._undo(functools.partial(setattr, function, "__defaults__", kept))
+            function.__defaults__ = instead
+        for default in (*(kept or ()), *(function.__kwdefaults__ or {}).values()):
+            self.contents(default)
 
     def _attributes(self, value: Any) -> list:
         inner = self._mapping(vars(value)) if type(value).__dictoffset__ and vars(value) is not value else []

@@ -223,7 +223,7 @@ class _Run:
             if call.compiled:
                 output = self._compiled(call, local, args, kwargs)
             else:
-                output = module(*args, **kwargs)
+                output = local.context.copy().run(module, *args, **kwargs)
         # The forward may have made modules.
         tree = self.trees[call.guard] = Tree(module)
         outputs = tensors_of(output)

@@ -108,7 +108,9 @@ class Reach:
             stores = _STORE_GLOBAL in code.co_code[::2]
             for name in code.co_names:
                 value = around.get(name, MISSING)
-                if stores or not (value is MISSING or isinstance(value, (*CODE, *FIXED))):
+                # A tuple may hold files.
+                changes = type(value) is tuple or not (value is MISSING or isinstance(value, (*CODE, *FIXED)))
+                if stores or changes:
                     self.names[id(around), name] = around
                 if named and value is not MISSING and not isinstance(value, CODE):
                     self.globals[around["__name__"], name] = around
@@ -157,8 +159,7 @@ class Reach:
             notes.attribute(cls, name)
         for function in self.functions.values():
             notes.contents(vars(function))
-            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                notes.contents(default)
+            notes.defaults(function)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
