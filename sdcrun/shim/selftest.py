@@ -15,7 +15,7 @@ from sdcrun.core import ballot
 from sdcrun.core.audit import RING
 from sdcrun.core.vote import weight_vote
 from sdcrun.shim import fingerprint
-from sdcrun.shim.checks import nonfinite
+from sdcrun.shim.checks import divide, nonfinite
 from sdcrun.shim.checks.opinion import Parcel, compare
 from sdcrun.shim.checks.weights import Table, unpack_rows
 from sdcrun.shim.exchange import ExchangeFailed
@@ -82,22 +82,31 @@ def _places(tensor: torch.Tensor) -> list[int]:
 
 
 def _nonfinite(guard) -> str | None:
-    """The bucket's sum: fires for one NaN or infinity anywhere, and not for large values that are finite."""
+    """The look at a bucket: fires for one NaN or infinity anywhere, and not for large values that are finite."""
     for dtype, sample in _samples(guard).items():
         if not dtype.is_floating_point or sample.element_size() < 2:
             continue
         # As large as can be: a sum in the wide type must not overflow where the values themselves are finite.
         largest = torch.finfo(torch.float32).max / (2.0 * sample.numel())
         quiet = torch.full_like(sample, min(torch.finfo(dtype).max / 4, largest))
-        if not nonfinite.sum_is_finite(nonfinite.bucket_sum(quiet)):
+        if not _finite(quiet):
             return f"it fires for {dtype} values that are all finite"
         for value in (float("nan"), float("inf"), float("-inf")):
             for place in _places(sample):
                 bad = quiet.clone()
                 bad[place] = value
-                if nonfinite.sum_is_finite(nonfinite.bucket_sum(bad)):
+                if _finite(bad):
                     return f"it does not see {value} in element {place} of {bad.numel()} ({dtype})"
     return None
+
+
+def _finite(bucket: torch.Tensor) -> bool:
+    """As the comm hook finds out: by the sum, or while it divides."""
+    by_sum = nonfinite.sum_is_finite(nonfinite.bucket_sum(bucket))
+    judged = divide.multiplied(bucket.clone(), 0.5)
+    if judged is not None and judged != by_sum:
+        raise ValueError(f"the sum says {by_sum} and the division {judged}")
+    return by_sum
 
 
 def _fingerprints(guard) -> str | None:

@@ -58,8 +58,8 @@ def gradients_of(bucket, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch
     return list(zip(parameters, views))
 
 
-def local_bucket(guard, bucket, buffer: torch.Tensor) -> None:
-    """Called in the comm hook before the all-reduce, every step.
+def local_bucket(guard, bucket, buffer: torch.Tensor, finite: bool | None = None) -> None:
+    """Called in the comm hook before the all-reduce, every step. `finite`: whether the buffer is, if that is known.
 
     On the CPU the sum is read at once, since the buffer is overwritten by the reduction; on an accelerator it is kept
     for the gate, and the parameters of the bucket are named from the reduced gradients.
@@ -69,12 +69,15 @@ def local_bucket(guard, bucket, buffer: torch.Tensor) -> None:
         guard.reductions += 1
         earlier = [total for _, total in guard.reduced_sums if total.device.type == "cpu"]
         guard.tainted = guard.tainted or not _finite(earlier)
-    total = bucket_sum(buffer)
-    if total is None:
-        return
-    if buffer.device.type != "cpu":
-        guard.local_sums.append((guard.reductions, total, bucket.parameters()))
-    elif not guard.tainted and not sum_is_finite(total):
+    if finite is None:
+        total = bucket_sum(buffer)
+        if total is None:
+            return
+        if buffer.device.type != "cpu":
+            guard.local_sums.append((guard.reductions, total, bucket.parameters()))
+            return
+        finite = sum_is_finite(total)
+    if not finite and not guard.tainted:
         for parameter, gradient in gradients_of(bucket, buffer):
             bad = describe(guard.qualified(guard.names.get(id(parameter), "?")), gradient)
             if bad is not None and len(guard.local_bad) < MAX_NAMED:

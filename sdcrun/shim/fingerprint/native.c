@@ -1,4 +1,5 @@
-/* FP1 (see fp1.py) of tensors in memory, on the calling thread. No Python in here: native.py loads it with ctypes. */
+/* FP1 (see fp1.py) of tensors in memory, and the division of a bucket (see checks/divide.py), on the calling thread. No
+ * Python in here: native.py loads it with ctypes. */
 
 #include <stdint.h>
 #include <string.h>
@@ -114,4 +115,23 @@ int sdcrun_fp1(const int64_t *spans, int64_t count, const int32_t *weights, uint
         }
     }
     return found;
+}
+
+/* Multiplies `count` numbers by `factor`; returns whether one of them was NaN or infinite. */
+EACH_PROCESSOR
+static int scale(float *values, int64_t count, float factor)
+{
+    uint32_t found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t word;
+        memcpy(&word, values + i, sizeof word);
+        found |= (word & 0x7F800000u) == 0x7F800000u;
+        values[i] *= factor;
+    }
+    return found != 0;
+}
+
+int sdcrun_scale(float *values, int64_t count, float factor)
+{
+    return scale(values, count, factor);
 }

@@ -27,7 +27,8 @@ def _load() -> ctypes.CDLL:
     return ctypes.CDLL(str(found[0]))
 
 
-_fp1 = _load().sdcrun_fp1
+library = _load()
+_fp1 = library.sdcrun_fp1
 _fp1.restype = ctypes.c_int
 _fp1.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
 _weights = torch_ops.table(torch.device("cpu")).to(torch.int32)

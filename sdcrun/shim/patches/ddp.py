@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from sdcrun.shim import boot, gate
-from sdcrun.shim.checks import nonfinite
+from sdcrun.shim.checks import divide, nonfinite
 from sdcrun.shim.replay import compiled
 from sdcrun.shim.replay.state import replaying
 
@@ -56,7 +56,7 @@ def comm_hook(cell: Cell, bucket: dist.GradBucket) -> torch.futures.Future[torch
     guard = cell.guard
     watching = guard is not None and guard.window_open
     started = guard.group.clock() if watching else 0.0
-    parameters = None
+    parameters, divided = None, False
     if watching:
         try:
             guard.synced = True
@@ -66,7 +66,11 @@ def comm_hook(cell: Cell, bucket: dist.GradBucket) -> torch.futures.Future[torch
                 parameters = bucket.parameters()
             if guard.group.runtime.campaign is not None:
                 guard.group.runtime.campaign.gradients(bucket.buffer())
-            nonfinite.local_bucket(guard, bucket, bucket.buffer())
+            buffer = bucket.buffer()
+            factor = _factor(cell, buffer) if cell.user is None else None
+            finite = divide.multiplied(buffer, factor) if factor is not None else None
+            divided = finite is not None
+            nonfinite.local_bucket(guard, bucket, buffer, finite)
         except Exception as error:
             _failed(guard, error)
     if cell.user is not None:
@@ -76,27 +80,40 @@ def comm_hook(cell: Cell, bucket: dist.GradBucket) -> torch.futures.Future[torch
         future = hook(state, bucket)
         return future.then(functools.partial(_reduced, guard if watching else None, parameters, False))
     buffer = bucket.buffer()
-    _divide(cell, bucket, buffer)
+    if not divided:
+        _divide(cell, bucket, buffer)
     if watching:
         guard.group.spend("hook", guard.group.clock() - started)
     future = cell.ddp().process_group.allreduce([buffer]).get_future()
     return future.then(functools.partial(_reduced, guard if watching else None, parameters, True))
 
 
+def _world(cell: Cell) -> int:
+    """What DDP divides by."""
+    ddp = cell.ddp()
+    if cell.active_ranks is not None and not getattr(ddp, "_divide_by_initial_world_size", True):
+        return int(cell.active_ranks.result()[0].item())
+    return ddp.process_group.size()
+
+
+def _factor(cell: Cell, buffer: torch.Tensor) -> float | None:
+    """What a bucket is multiplied by as a whole, if that is all."""
+    return None if buffer.is_sparse or cell.storages else 1.0 / _world(cell)
+
+
 def _divide(cell: Cell, bucket, buffer: torch.Tensor) -> None:
     """DDP's own division with its bits: the reducer multiplies by 1/world while it copies into the bucket, and divides
     in place where the gradient was a view of the bucket already."""
-    ddp = cell.ddp()
-    world = ddp.process_group.size()
-    if cell.active_ranks is not None and not getattr(ddp, "_divide_by_initial_world_size", True):
-        world = int(cell.active_ranks.result()[0].item())
+    factor = _factor(cell, buffer)
+    if factor is not None:
+        buffer.mul_(factor)
+        return
+    world = _world(cell)
     if buffer.is_sparse:
         buffer.div_(world)
         return
-    inside = set()
-    if cell.storages:
-        bucket_storage = buffer.untyped_storage().data_ptr()
-        inside = {id(p) for p in bucket.parameters() if cell.storages.get(id(p)) == bucket_storage}
+    bucket_storage = buffer.untyped_storage().data_ptr()
+    inside = {id(p) for p in bucket.parameters() if cell.storages.get(id(p)) == bucket_storage}
     if not inside:
         buffer.mul_(1.0 / world)
         return
