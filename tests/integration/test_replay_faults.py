@@ -46,6 +46,9 @@ def three():
 ACCUSED = {
     "activation-persistent": (1, "persistent", 2),
     "activation-transient": (0, "transient", 2),
+    "activation-by-variable": (1, "persistent", 2),
+    "backward-by-get-rank": (1, "persistent", 2),
+    "activation-by-get-rank": (0, "persistent", 2),
     "backward-persistent": (2, "persistent", 2),
     "backward-transient": (1, "transient", 2),
     "weight-persistent": (0, "persistent", 2),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import get_rank
 
 from sdcrun.shim.replay import ownrank
-from sdcrun.shim.replay.ownrank import Place, told
+from sdcrun.shim.replay.ownrank import rank_here, told_rank
 from sdcrun.shim.replay.run import replay
 from sdcrun.shim.replay.state import replay_scope
 
@@ -26,29 +26,24 @@ def world(tmp_path):
 
 def test_the_replaying_thread_is_told_and_no_other(world, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("SLURM_PROCID", raising=False)
     said = []
-    with told(Place(5, {"RANK": "5", "SLURM_PROCID": "7"})):
-        assert dist.get_rank() == 0 and os.environ["RANK"] == "0"
+    with told_rank(5):
+        assert dist.get_rank() == 0
         with replay_scope():
             assert get_rank() == dist.get_rank() == dist.get_rank(dist.group.WORLD) == dist.group.WORLD.rank() == 5
-            assert world.rank() == 0
-            assert os.environ["RANK"] == os.getenv("RANK") == "5" and os.environ.get("SLURM_PROCID") == "7"
-            assert dict(os.environ, RANK="")["PATH"] == os.environ["PATH"]
-            thread = threading.Thread(target=lambda: said.append((dist.get_rank(), os.environ["RANK"])))
+            assert world.rank() == 0 and os.environ["RANK"] == "0"
+            thread = threading.Thread(target=lambda: said.append(dist.get_rank()))
             thread.start()
             thread.join()
-    assert said == [(0, "0")] and Place.here().rank == get_rank() == dist.group.WORLD.rank() == 0
-    assert os.environ["RANK"] == "0" and "SLURM_PROCID" not in os.environ
+    assert said == [0] and rank_here() == get_rank() == dist.group.WORLD.rank() == 0
 
 
-def test_without_a_process_group(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert Place.here().rank == 0 and Place.here().environment["LOCAL_RANK"] == "3"
-    before = vars(dist.ProcessGroup)["rank"], vars(type(os.environ))["__getitem__"]
-    with pytest.raises(RuntimeError), told(Place(2)):
+def test_without_a_process_group():
+    before = vars(dist.ProcessGroup)["rank"]
+    assert rank_here() == 0
+    with pytest.raises(RuntimeError), told_rank(2):
         raise RuntimeError
-    assert (vars(dist.ProcessGroup)["rank"], vars(type(os.environ))["__getitem__"]) == before
+    assert vars(dist.ProcessGroup)["rank"] is before
 
 
 @functools.cache
@@ -62,18 +57,16 @@ class Asks(nn.Module):
         self.a = nn.Linear(6, 3)
 
     def forward(self, x):
-        return self.a(x * (1 + get_rank()) + remembered()) * int(os.environ["RANK"])
+        return self.a(x * (1 + get_rank()) + remembered())
 
 
 def test_a_forward_that_asks_is_told_where_the_owners_variables_are_put_in(world, monkeypatch):
-    monkeypatch.setenv("RANK", "2")
     monkeypatch.setattr(ownrank.dist, "get_rank", lambda: 1)
     monkeypatch.setitem(globals(), "get_rank", lambda: 1)
     with Solo(Asks()) as solo:
         solo(torch.ones(2, 6)).sum().backward()
     parcel = solo.parcel()
     monkeypatch.undo()
-    monkeypatch.setenv("RANK", "0")
     remembered.cache_clear()
     assert remembered() == 0
     kept = remembered

@@ -50,12 +50,19 @@ RIGHT, WRONG, WORSE = ({"loss": (n, n), ":a": (n, n)} for n in (1, 2, 3))
 @pytest.fixture
 def replays(monkeypatch):
     """`compute(own, owners)` compares micro-batches of rank 1 with what their replays give, in turn, with this rank's
-    own variables of the script and with the owner's; a list of these has what was not asked for."""
+    own variables of the script and with the owner's; a list of these has what was not asked for. `bits`: those with the
+    owner's look at the bits of numbers."""
     audit, _ = rounds_of(others=0)
 
-    def compute(own, owners=()):
+    def compute(own, owners=(), bits=False):
         left = {False: list(own), True: list(owners)}
-        monkeypatch.setattr(rounds, "replay", lambda *_, owners: Result(table=left[owners].pop(0)))
+
+        def replay(*_, owners, asked):
+            if asked is not None and owners and bits:
+                asked.bits.add("x")
+            return Result(table=left[owners].pop(0))
+
+        monkeypatch.setattr(rounds, "replay", replay)
         audit.parcels[1] = Parcel(None, RIGHT)
         return audit._compute(1, rounds.RING).agrees, left[False] + left[True]
 
@@ -76,6 +83,11 @@ def test_a_forward_that_depends_on_the_rank_is_no_fault(replays):
 def test_a_fault_is_not_explained_by_the_rank(replays, own, owners):
     compute, by_rank = replays
     assert compute(own, owners) == (False, []) and not by_rank.owners
+
+
+def test_a_script_that_flips_bits_on_its_rank_is_a_fault(replays):
+    compute, by_rank = replays
+    assert compute([WRONG, WRONG], [RIGHT], bits=True) == (False, []) and not by_rank.owners
 
 
 def test_what_came_out_without_the_owners_variables_once_is_a_fault_later(replays):

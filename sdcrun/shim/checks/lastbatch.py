@@ -15,7 +15,7 @@ import torch
 from sdcrun.shim.checks.opinion import Parcel
 from sdcrun.shim.microbatch import Autocast, Random, dumps, freeze, pack, tensors_of
 from sdcrun.shim.replay.local import Local
-from sdcrun.shim.replay.ownrank import Place
+from sdcrun.shim.replay.ownrank import rank_here
 from sdcrun.shim.replay.program import FALLBACK, FORWARD, Backward, Call, Entry, Packed, Program, Ref
 from sdcrun.shim.replay.run import all_finite
 from sdcrun.shim.replay.tape import version_of
@@ -116,7 +116,7 @@ class LastBatches:
         covered = sorted({guards.index(held.guard) for held in self.held})
         kind = FALLBACK if backward else FORWARD
         names = [guard.name for guard in guards]
-        program = Program(entries, externals, names, covered, kind, window=len(self.held), place=Place.here())
+        program = Program(entries, externals, names, covered, kind, window=len(self.held), rank=rank_here())
         return Parcel(program, {}, finite=False)
 
     def _seen_bad(self) -> bool:

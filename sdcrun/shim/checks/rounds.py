@@ -20,6 +20,7 @@ from sdcrun.core.audit import ARBITER, OWN, REPEAT, RING, Audit, Comparison, Dif
 from sdcrun.shim.checks.opinion import Parcel, compare, differing_names
 from sdcrun.shim.exchange import ExchangeFailed
 from sdcrun.shim.microbatch import to_bytes
+from sdcrun.shim.replay.asked import Asked, flips_bits
 from sdcrun.shim.replay.collectives import CollectiveRefused
 from sdcrun.shim.replay.run import NotReplayable, Result, replay
 from sdcrun.shim.transport import BallotFailed
@@ -266,20 +267,22 @@ class Rounds:
 
     def _explained(self, parcel: Parcel, first: Result) -> Result:
         """`first` differs from the owner's result. That is no fault if the owner's bits come with the owner's variables
-        of the script, and the same other bits again without them: the forward depends on the rank."""
-        theirs = self._replay(parcel, owners=True)
+        of the script, and the same other bits again without them: the forward depends on the rank. Where it flips bits
+        by its rank, somebody tries the guard."""
+        with_theirs, with_ours = Asked(), Asked()
+        theirs = self._replay(parcel, owners=True, asked=with_theirs)
         if isinstance(theirs, str) or self._differs(parcel, theirs):
             return first
-        again = self._replay(parcel, owners=False)
-        if isinstance(again, str) or again.table != first.table:
+        again = self._replay(parcel, owners=False, asked=with_ours)
+        if isinstance(again, str) or again.table != first.table or flips_bits(with_theirs, with_ours):
             return first
         self.by_rank.owners = True
         return theirs
 
-    def _replay(self, parcel: Parcel, owners: bool) -> Result | str:
+    def _replay(self, parcel: Parcel, owners: bool, asked: Asked | None = None) -> Result | str:
         """What the replay of a micro-batch computed here, or why it could not."""
         try:
-            return replay(parcel.program, self.guards, self.local, owners=owners)
+            return replay(parcel.program, self.guards, self.local, owners=owners, asked=asked)
         except (NotReplayable, CollectiveRefused) as error:
             return str(error)
         except _OUT_OF_MEMORY:

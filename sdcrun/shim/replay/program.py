@@ -14,7 +14,6 @@ import torch
 
 from sdcrun.shim.microbatch import Autocast, Packed, Random
 from sdcrun.shim.replay.kernels import Kernels
-from sdcrun.shim.replay.ownrank import Place
 
 Ref = tuple
 
@@ -97,7 +96,7 @@ class Program:
     `kind`: FULL (the script's loss is recomputed), FALLBACK (starts its backward from the recorded gradients of the
     module's outputs) or FORWARD (no backward); `why` it is not FULL. `position`: place of this backward among the
     `window` backwards of the window (from 0). `strict`: to be run with deterministic kernels.
-    `own_functions`: custom autograd Functions take part, so that collectives must be looked for. `place`: the owner's.
+    `own_functions`: custom autograd Functions take part, so that collectives must be looked for. `rank`: the owner's.
     """
 
     entries: list[Entry]
@@ -110,7 +109,7 @@ class Program:
     window: int = 1
     strict: bool = False
     own_functions: bool = False
-    place: Place = field(default_factory=Place)
+    rank: int = 0
 
 
 def operator(name: str) -> Any:

@@ -24,7 +24,7 @@ from sdcrun.shim.replay.hooks import HookWatch
 from sdcrun.shim.replay.irrevocable import Contents
 from sdcrun.shim.replay.kernels import Kernels
 from sdcrun.shim.replay.local import Local
-from sdcrun.shim.replay.ownrank import Place
+from sdcrun.shim.replay.ownrank import rank_here
 from sdcrun.shim.replay.program import FALLBACK, FULL, Backward, Call, Entry, Program, Ref, prune
 from sdcrun.shim.replay.scriptvalues import ScriptValues
 from sdcrun.shim.replay.tape import Tape, version_of
@@ -319,7 +319,7 @@ class Recorder:
         names = [guard.name for guard in self.guards]
         own = has_own_functions(roots)
         return Program(
-            entries, {}, names, covered, kind, why, position=self.backwards, own_functions=own, place=Place.here()
+            entries, {}, names, covered, kind, why, position=self.backwards, own_functions=own, rank=rank_here()
         )  # fmt: skip
 
     def _recorded(self, prepared: Program | str, roots: list, table: GradientTable) -> None:

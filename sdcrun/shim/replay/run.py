@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sdcrun.shim.microbatch import Autocast, Random, loads, tensors_of, unpack
 from sdcrun.shim.patches import autograd
 from sdcrun.shim.replay import hooks, modulestate, scriptstate, scriptvalues
+from sdcrun.shim.replay.asked import Asked
 from sdcrun.shim.replay.collect import GradientTable, dense, values_table
 from sdcrun.shim.replay.collectives import NoCollectives
 from sdcrun.shim.replay.compiled import set_eval_frame
 from sdcrun.shim.replay.determinism import strict_kernels
 from sdcrun.shim.replay.local import Local
 from sdcrun.shim.replay.muted import muted
-from sdcrun.shim.replay.ownrank import told
+from sdcrun.shim.replay.ownrank import told_rank
 from sdcrun.shim.replay.program import FORWARD, Apply, Backward, Call, Gradient, Op, Program, Ref, operator
 from sdcrun.shim.replay.state import replay_scope
 from sdcrun.shim.replay.tree import Registered, Tree
@@ -52,15 +53,15 @@ class Result:
 
 def replay(
     program: Program, guards: list, local: dict[str, Local], keep: Iterable[str] = (), trace: bool = False,
-    owners: bool = False,
+    owners: bool = False, asked: Asked | None = None,
 ) -> Result:  # fmt: skip
     """Runs `program` on the modules of `guards` (those of its group).
 
     `local`: module's name -> what was seen at its last forward here. `owners`: with all of the owner's variables of the
-    script, not with those alone that have moved, and with its rank. Raises NotReplayable; any other exception is the
-    program's own (out of memory, say).
+    script, not with those alone that have moved, and with its rank. `asked`: notes what is asked of torch. Raises
+    NotReplayable; any other exception is the program's own (out of memory, say).
     """
-    return _Run(program, guards, local, keep, trace, owners).run()
+    return _Run(program, guards, local, keep, trace, owners, asked).run()
 
 
 def _reach(trees: list[Tree], local: dict[str, Local]) -> scriptstate.Reach:
@@ -68,7 +69,7 @@ def _reach(trees: list[Tree], local: dict[str, Local]) -> scriptstate.Reach:
 
 
 class _Run:
-    def __init__(self, program, guards, local, keep, trace, owners) -> None:
+    def __init__(self, program, guards, local, keep, trace, owners, asked) -> None:
         here = {guard.name: guard for guard in guards}
         self.program, self.local = program, local
         self.guards = [here.get(name) for name in program.names]
@@ -76,7 +77,7 @@ class _Run:
             if self.guards[place] is None:
                 raise NotReplayable(f"there is no module {program.names[place]!r} here")
         self.table = GradientTable(keep)
-        self.trace, self.owners = trace, owners
+        self.trace, self.owners, self.asked = trace, owners, asked
         self.result = Result()
         self.shadows: dict[int, dict[str, torch.nn.Parameter]] = {}
         self.buffers: dict[int, dict[str, torch.Tensor]] = {}
@@ -105,7 +106,7 @@ class _Run:
             stack.enter_context(Autocast.off().applied())
             stack.enter_context(_own_cast_cache())
             if self.owners:
-                stack.enter_context(told(self.program.place))
+                stack.enter_context(told_rank(self.program.rank))
             if self.program.own_functions:
                 stack.enter_context(NoCollectives())
             if self.program.strict:
@@ -120,7 +121,11 @@ class _Run:
                 self._swap(stack, place)
             self.stack = stack
             for entry in self.program.entries:
-                with entry.kernels.applied() if entry.kernels is not None else contextlib.nullcontext():
+                looking = self.asked is not None and not getattr(entry, "compiled", False)
+                with (
+                    entry.kernels.applied() if entry.kernels is not None else contextlib.nullcontext(),
+                    self.asked if looking else contextlib.nullcontext(),
+                ):
                     self._do(entry)
             self.result.table = self.table.take() | self.table.others
             if self.table.altered:

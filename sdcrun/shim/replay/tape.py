@@ -283,7 +283,7 @@ class Tape:
             return None
         if not self._matters(tensors):
             return None
-        written = _written(function, args, kwargs)
+        written = written_by(function, args, kwargs)
         for tensor in written:
             self._own_base(tensor)
         blob, uses = self.pickled((args, kwargs))
@@ -401,8 +401,8 @@ class TapeMode(dispatch.TorchDispatchMode):
         return self.tape.operator(func, args, kwargs or {})
 
 
-def _written(function: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The arguments that the operator changes in place."""
+def written_by(function: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The arguments that an operator changes in place."""
     found: list[torch.Tensor] = []
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,17 +29,20 @@ from sdcrun.shim.checks.opinion import Parcel  # noqa: E402
 from sdcrun.shim.replay.state import replaying  # noqa: E402
 
 STEPS = 4
-KEPT = torch.zeros(())
+KEPT = torch.zeros(1 << 15)  # more than travels with a micro-batch
 
 
 class Case:
-    """What goes wrong: `site` on `rank` at `step` (None: always), in replays too if `again`."""
+    """What goes wrong: `site` on `rank` at `step` (None: always), in replays too if `again`. `by`: what says which
+    device this is."""
 
-    def __init__(self, site="", rank=1, step=2, again=False, **more):
+    def __init__(self, site="", rank=1, step=2, again=False, by=None, **more):
         self.site, self.rank, self.step, self.again, self.more = site, rank, step, again, more
+        self.by = by
 
     def now(self, site):
-        if self.site != site or device() != self.rank or (replaying() and not self.again):
+        here = OWN_RANK if self.by == "variable" else dist.get_rank() if self.by == "get_rank" else device()
+        if self.site != site or here != self.rank or (replaying() and not self.again):
             return False
         return self.step is None or HERE_STAGE.step == self.step
 
@@ -46,6 +50,9 @@ class Case:
 def device():
     """The number of the device that computes: no variable of the script, which may travel with a micro-batch."""
     return int(os.environ["RANK"])
+
+
+OWN_RANK = int(os.environ["RANK"])  # a variable of the script, which may travel
 
 
 def flip(tensor, bit=18):
@@ -85,7 +92,7 @@ class Net(nn.Module):
         weight = Passing.apply(self.second.weight, case, "weight")
         hidden = torch.tanh(F.linear(hidden, weight, self.second.bias))
         if case.site == "state":
-            hidden = hidden * (1 + 0.01 * KEPT.add_(1).item())
+            hidden = hidden * (1 + 0.01 * KEPT.add_(1)[0].item())
         if case.now("nan"):
             hidden = hidden * float("nan")
         loose = case.site == "kernel" and not torch.are_deterministic_algorithms_enabled()
@@ -99,6 +106,9 @@ CASES = {
     "clean": Case(),
     "activation-persistent": Case("activation", again=True),
     "activation-transient": Case("activation", rank=0),
+    "activation-by-variable": Case("activation", again=True, by="variable"),
+    "backward-by-get-rank": Case("backward", again=True, by="get_rank"),
+    "activation-by-get-rank": Case("activation", rank=0, again=True, by="get_rank"),
     "backward-persistent": Case("backward", rank=2, again=True),
     "backward-transient": Case("backward"),
     "weight-persistent": Case("weight", rank=0, again=True),

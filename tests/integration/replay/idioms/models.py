@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 import types
 from collections import namedtuple
@@ -250,6 +251,39 @@ class AsksForTheRank(Net):
 @idiom(WHOLE)
 def other_computation_on_the_main_rank(rank):
     return classify(DDP(AsksForTheRank()))
+
+
+@functools.cache
+def rank_once():
+    return dist.get_rank()
+
+
+class AsksOnce(Net):
+    """The same, where nobody can see it in a variable."""
+
+    def forward(self, x):
+        return super().forward(x * 1.01 if rank_once() == 0 else x)
+
+
+@idiom(WHOLE)
+def rank_that_is_remembered(rank):
+    return classify(DDP(AsksOnce()))
+
+
+class OwnConstant(Net):
+    """Works with a tensor of the script that differs on one rank."""
+
+    def forward(self, x):
+        return super().forward(x) * CONSTANT[0]
+
+
+CONSTANT = []
+
+
+@idiom(WHOLE)
+def constant_of_one_rank(rank):
+    CONSTANT[:] = [torch.full((CLASSES,), 1.5 if rank == 1 else 1.0)]
+    return classify(DDP(OwnConstant()))
 
 
 class Collecting(Net):
