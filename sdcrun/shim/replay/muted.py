@@ -86,6 +86,7 @@ def keeps_files() -> bool:
     return True
 
 
+@functools.cache
 def _opening(original: Any) -> Any:
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if not set(mode).isdisjoint("wax+") and keeps_files():
@@ -98,6 +99,7 @@ def _opening(original: Any) -> Any:
     return opened
 
 
+@functools.cache
 def _refusing(original: Any) -> Any:
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -108,6 +110,7 @@ def _refusing(original: Any) -> Any:
     return refuse
 
 
+@functools.cache
 def _opening_below(original: Any) -> Any:
     def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if flags & _TO_WRITE and keeps_files():
@@ -117,6 +120,7 @@ def _opening_below(original: Any) -> Any:
     return opened
 
 
+@functools.cache
 def _making(original: Any) -> Any:
     def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
         if keeps_files() and not os.path.isdir(path):
@@ -126,6 +130,7 @@ def _making(original: Any) -> Any:
     return mkdir
 
 
+@functools.cache
 def _handling(original: Any) -> Any:
     def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
         if not replaying_here():
