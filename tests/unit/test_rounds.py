@@ -90,6 +90,15 @@ def test_a_script_that_flips_bits_on_its_rank_is_a_fault(replays):
     assert compute([WRONG, WRONG], [RIGHT], bits=True) == (False, []) and not by_rank.owners
 
 
+@pytest.mark.parametrize("again, opinion", [(WRONG, WORSE), (WORSE, WRONG)])
+def test_beside_a_fault_of_the_owner_its_variables_make_the_opinion(replays, monkeypatch, again, opinion):
+    compute, by_rank = replays
+    said = []
+    monkeypatch.setattr(rounds, "compare", lambda *args: said.append(args[4].table) or SimpleNamespace(agrees=False))
+    assert compute([WRONG, again], [WORSE]) == (False, [])
+    assert said == [opinion] and not by_rank.owners
+
+
 def test_what_came_out_without_the_owners_variables_once_is_a_fault_later(replays):
     compute, by_rank = replays
     assert compute([RIGHT]) == (True, []) and by_rank.cleared == {1}

@@ -271,12 +271,13 @@ class Rounds:
         by its rank, somebody tries the guard."""
         with_theirs, with_ours = Asked(), Asked()
         theirs = self._replay(parcel, owners=True, asked=with_theirs)
-        if isinstance(theirs, str) or self._differs(parcel, theirs):
+        if isinstance(theirs, str) or theirs.table == first.table:
             return first
         again = self._replay(parcel, owners=False, asked=with_ours)
         if isinstance(again, str) or again.table != first.table or flips_bits(with_theirs, with_ours):
             return first
-        self.by_rank.owners = True
+        # Where these are not the owner's bits either, they are still this rank's opinion: the first are not comparable.
+        self.by_rank.owners |= not self._differs(parcel, theirs)
         return theirs
 
     def _replay(self, parcel: Parcel, owners: bool, asked: Asked | None = None) -> Result | str:
