@@ -104,7 +104,7 @@ def preserved(tree: Tree) -> Iterator[None]:
         yield
     finally:
         for registry, kept in zip(registries, before):
-            if registry.keys() != dict(kept).keys():
+            if (registry or kept) and registry.keys() != dict(kept).keys():
                 registry.clear()
                 registry.update(kept)
 
