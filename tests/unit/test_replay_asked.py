@@ -85,3 +85,15 @@ def test_what_cannot_be_looked_at_says_nothing():
         assert torch.sparse.sum(torch.eye(3).to_sparse()) == 3.0
         assert torch.ones(2, device="meta").add(1).shape == (2,)
     assert not flips_bits(asked, Asked())
+
+
+def test_memory_that_is_used_again_is_no_change():
+    asked = Asked()
+    with asked:
+        for number in range(200):
+            # Below the dispatch, as what autograd makes of a Python number.
+            with torch._C._DisableTorchDispatch():
+                scalar = torch.full((), float(number))
+            scalar.add(1.0)
+            del scalar
+    assert asked.changed == 0

@@ -10,6 +10,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
 from sdcrun.shim.fingerprint import fingerprints
@@ -27,8 +28,10 @@ class Asked(dispatch.TorchDispatchMode):
         super().__init__()
         self.bits: set[str] = set()
         self.changed = 0
-        # By memory: what was left in the tensors that lie there.
+        # By storage: what was left in the tensors that lie there.
         self._left: dict[Any, dict[tuple, str]] = {}
+        # While one is known, no other storage gets its identity.
+        self._known: dict[Any, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -42,7 +45,10 @@ class Asked(dispatch.TorchDispatchMode):
             for tensor in written_by(func, args, kwargs):
                 self._left.pop(storage_of(tensor), None)
             for tensor in tensors_of((args, kwargs, result)):
-                self._left.setdefault(storage_of(tensor), {})[_place(tensor)] = _value(tensor)
+                storage = storage_of(tensor)
+                if storage not in self._known:
+                    self._known[storage] = StorageWeakRef(tensor.untyped_storage())
+                self._left.setdefault(storage, {})[_place(tensor)] = _value(tensor)
         except Exception:
             self._left.clear()
         return result
